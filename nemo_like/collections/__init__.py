@@ -1,0 +1,1 @@
+"""Domain collections. Each lives in collections/<domain> of the repository and is linked here by name."""
