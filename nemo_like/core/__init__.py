@@ -1,0 +1,1 @@
+"""The floor everything stands on: model and data contracts, configuration, checkpoints, errors."""

@@ -1,0 +1,54 @@
+"""What a run says while it works: one logging set-up for every command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+# Set by torchrun and Lightning's launcher, and by SLURM, in this order of trust.
+_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+
+
+def process_rank() -> int:
+    """Global rank of this process as its launcher told it; 0 when nobody did."""
+    for name in _RANK_VARIABLES:
+        if (value := os.environ.get(name, "")).isdigit():
+            return int(value)
+    return 0
+
+
+class _RankZeroFilter(logging.Filter):
+    """Lets rank zero speak, and everybody's errors."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or process_rank() == 0
+
+
+def setup_logging(level: int = logging.INFO) -> None:
+    """Sends the log of ``nemo_like`` to standard error, and keeps that of the libraries down to warnings."""
+    root = logging.getLogger("nemo_like")
+    if not any(getattr(handler, "is_console", False) for handler in root.handlers):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.is_console = True  # type: ignore[attr-defined]
+        handler.setFormatter(
+            logging.Formatter("%(levelname).1s %(asctime)s %(message)s", datefmt="%H:%M:%S")
+        )
+        handler.addFilter(_RankZeroFilter())
+        root.addHandler(handler)
+    root.setLevel(level)
+    root.propagate = False
+    quiet_lightning()
+    # Said by Lightning 2.6 about its own use of torch 2.14.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    # A run counts steps and logs on its own account.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+    warnings.filterwarnings("ignore", message=".*Checkpoint directory.*exists and is not empty.*")
+
+
+def quiet_lightning() -> None:
+    """Keeps Lightning's log down to warnings; its import sets the level anew, so this is called after it, too."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.WARNING)

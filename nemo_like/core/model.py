@@ -1,0 +1,166 @@
+"""The one base class of all models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from nemo_like.core.summary import Section
+
+
+class OptimizerBuilder(Protocol):
+    """Makes the optimizer of a module: parameter groups, decay rules and all."""
+
+    def build(self, module: nn.Module) -> Optimizer:
+        """An optimizer over the parameters of ``module`` that require a gradient."""
+        ...
+
+
+class Model(pl.LightningModule):
+    """A network, its loss, its metrics.
+
+    A subclass says three things: how many targets a micro-batch has (:meth:`count_targets`), the *sum* of the loss
+    over them (:meth:`compute_loss_sum`), and how it is judged (:meth:`validation_step`, :meth:`summarize`). The
+    strategy runs a whole optimizer step (a list of micro-batches), divides by the number of targets over all
+    micro-batches and ranks, and leaves the gradients; so the result does not depend on how a step was cut.
+
+    Attributes:
+        optim: Makes the optimizer; set by the run.
+        seed: Of the run; makes every training step's randomness a function of (seed, step, rank). None leaves the
+            generators alone.
+        schedule: Optimizer step (0 is the first) -> factor on every learning rate; None keeps them constant.
+        step_metrics: Figures of the last training step, ``<stage>/<metric>[_<unit>]``; tensors stay on the device
+            until somebody logs them.
+        val_metrics: Figures of the last validation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optim: OptimizerBuilder | None = None
+        self.schedule: Callable[[int], float] | None = None
+        self.seed: int | None = None
+        self.step_metrics: dict[str, Tensor | float] = {}
+        self.val_metrics: dict[str, float] = {}
+        self._val_step = -1
+        self._val_loss_sum = torch.zeros((), dtype=torch.float64)
+        self._val_count = torch.zeros((), dtype=torch.int64)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; text goes past ``nn.Module``'s search for parameters.
+
+        Lightning notes the name of the running hook in the module some forty times a step, and each of them would cost
+        ten microseconds.
+        """
+        if type(value) is str:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    # What a subclass says.
+
+    def count_targets(self, micro_batch: Any) -> Tensor:
+        """How many targets (tokens, frames, pairs) the loss of this micro-batch sums over; int64, no gradient.
+
+        Called before the forward pass, so it must follow from the batch alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define count_targets")
+
+    def compute_loss_sum(self, micro_batch: Any) -> Tensor:
+        """The sum of the loss over the targets of this micro-batch; a scalar with gradient."""
+        raise NotImplementedError(f"{type(self).__name__} must define compute_loss_sum")
+
+    def count_units(self, micro_batch: Any) -> int:
+        """What throughput counts (tokens, frames): read from the batch's shape, padding included."""
+        return int(self.count_targets(micro_batch))
+
+    unit = "targets"
+    """Plural name of what :meth:`count_units` counts: ``tokens`` gives ``perf/tokens_per_s``."""
+
+    def summarize(self) -> list[Section]:
+        """What the model has to show at the end of a run, computed on all ranks (they may communicate)."""
+        return []
+
+    # Lightning's side.
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Refuses to run: a step belongs to the strategy."""
+        raise RuntimeError(
+            f"{type(self).__name__}.training_step was called by a strategy that knows no whole steps: "
+            "use one of nemo_like.strategies, e.g. Trainer(strategy='nemo_ddp')"
+        )
+
+    def on_validation_epoch_start(self) -> None:
+        """Empties the validation sums."""
+        self._val_loss_sum = torch.zeros((), dtype=torch.float64)
+        self._val_count = torch.zeros((), dtype=torch.int64)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Adds up loss and targets; the mean is over all targets of all ranks, however uneven the batches."""
+        self._val_loss_sum += self.compute_loss_sum(batch).double().cpu()
+        self._val_count += self.count_targets(batch).cpu()
+
+    def on_validation_epoch_end(self) -> None:
+        """Gives ``val/loss``."""
+        strategy = self.trainer.strategy
+        total, count = (
+            strategy.reduce(part.to(self.device), reduce_op="sum")
+            for part in (self._val_loss_sum, self._val_count)
+        )
+        self.report_validation({"val/loss": float(total / count)})
+
+    def report_validation(self, metrics: dict[str, float]) -> None:
+        """Makes figures known to loggers, to checkpointing, and to Lightning's callbacks; the same on all ranks."""
+        self.val_metrics.update(metrics)
+        self._val_step = self.trainer.global_step
+        for name, value in metrics.items():
+            self.log(name, value, logger=False)
+
+    def configure_optimizers(self) -> Any:
+        """Optimizer and schedule, both counted in optimizer steps."""
+        if self.optim is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.optim is not set: give it e.g. nemo_like.optim.AdamW(lr=3e-4)"
+            )
+        optimizer = self.optim.build(self)
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            # A fused step would unscale inside itself, after the clipping that needs unscaled gradients.
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        if self.schedule is None:
+            return optimizer
+        scheduler = LambdaLR(optimizer, self.schedule)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Does nothing: Lightning zeroes between forward and backward, the strategy before the step."""
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips by the global norm over all ranks, and notes the norm."""
+        strategy: Any = self.trainer.strategy
+        self.step_metrics["train/grad_norm"] = strategy.clip_grad_norm(gradient_clip_val)
+        self.step_metrics["train/lr"] = float(optimizer.param_groups[0]["lr"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what the weights mean nothing without: files of the data module and of the model."""
+        datamodule = getattr(self.trainer, "datamodule", None)
+        artefacts = dict(datamodule.artefacts()) if datamodule is not None else {}
+        checkpoint["files"] = {**checkpoint.get("files", {}), **artefacts, **self.artefacts()}
+        if self._val_step == self.trainer.global_step:
+            checkpoint["metrics"] = dict(self.val_metrics)
+
+    def artefacts(self) -> dict[str, bytes]:
+        """Files that belong into every checkpoint of this model (its shape), name -> content."""
+        return {}

@@ -1,0 +1,215 @@
+"""From a command line to a trained model: compose, check, build, fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nemo_like.core.build import build
+from nemo_like.core.compose import Composed, compose
+from nemo_like.core.console import setup_logging
+from nemo_like.core.errors import ConfigError, NemoLikeError
+from nemo_like.core.launch import agree
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from nemo_like.core.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+EXIT_CONFIG = 2
+"""The configuration cannot be run; nothing was started."""
+EXIT_FAILED = 1
+"""The run started and failed."""
+# Settings that may change between two starts of a run without changing what it learns so far.
+_FREE_KEYS = (
+    "resume",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.threads",
+    "strategy",
+    "callbacks",
+    "loggers",
+)
+
+
+def main(config_name: str = "pretrain", argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a script: ``python examples/llm/pretrain.py +conf=llm/quickstart trainer.max_steps=100``.
+
+    Args:
+        config_name: Primary configuration in ``conf/``.
+        argv: Overrides; None takes those of the process.
+    """
+    setup_logging()
+    agree("START_TIME", time.strftime("%Y-%m-%d_%H-%M-%S"))
+    try:
+        train(compose(config_name, sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        for fault in error.faults:
+            sys.stderr.write(f"error: {fault}\n")
+        sys.exit(EXIT_CONFIG)
+    except NemoLikeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(EXIT_FAILED)
+    sys.exit(0)
+
+
+def train(composed: Composed) -> pl.Trainer | None:
+    """Trains what a checked configuration describes, from the newest checkpoint of its run folder if there is one.
+
+    Returns:
+        The trainer after the run; None where the run folder says that the run is finished already.
+
+    Raises:
+        ConfigError: A value that only the finished objects can judge (vocabulary against tokenizer).
+    """
+    config: RunConfig = composed.config
+    run_dir = choose_run_dir(Path(config.run_dir), resume=config.resume)
+    checkpoint = _newest_checkpoint(run_dir, config, composed.tree)
+    if checkpoint is not None and _step_of(checkpoint) >= config.trainer.max_steps:
+        logger.info(
+            "%s is finished at step %d; raise trainer.max_steps to go on, or start anew with resume=never",
+            run_dir,
+            _step_of(checkpoint),
+        )
+        return None
+    composed = composed.replace_run_dir(run_dir)
+    config = composed.config
+    from nemo_like.core.console import process_rank
+
+    if process_rank() == 0:
+        _write_atomically(run_dir / "config.yaml", composed.yaml)
+    trainer, model, datamodule = build_run(config, run_dir)
+    trainer.fit(model, datamodule=datamodule, ckpt_path=checkpoint)
+    return trainer
+
+
+def build_run(config: RunConfig, run_dir: Path) -> tuple[pl.Trainer, Any, Any]:
+    """Makes the objects of a run: trainer, model, data module."""
+    import lightning.pytorch as pl
+    import torch
+
+    from nemo_like.core.console import quiet_lightning
+    from nemo_like.core.precision import build_precision
+    from nemo_like.core.seed import derive_seed, seed_all
+
+    quiet_lightning()
+    if config.trainer.threads is not None:
+        torch.set_num_threads(config.trainer.threads)
+    allow = config.allow_targets
+    # Weights are drawn alike on all ranks; training steps seed themselves.
+    seed_all(derive_seed(config.seed, 0))
+    model = build(config.model, path="model", allow=allow)
+    model.optim = build(config.optim, path="optim", allow=allow)
+    model.schedule = build(config.schedule, path="schedule", allow=allow)
+    model.seed = config.seed
+    datamodule = build(config.data, path="data", allow=allow)
+    strategy = build(config.strategy, path="strategy", allow=allow)
+    callbacks = [
+        build(node, path=f"callbacks.{name}", allow=allow)
+        for name, node in config.callbacks.items()
+        if node
+    ]
+    loggers = [
+        build(node, path=f"loggers.{name}", allow=allow)
+        for name, node in config.loggers.items()
+        if node
+    ]
+    options = config.trainer
+    accelerator = options.accelerator
+    if accelerator == "auto":
+        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        strategy=strategy,
+        plugins=[build_precision(options.precision, "cuda" if accelerator == "gpu" else "cpu")],
+        max_steps=options.max_steps,
+        max_epochs=-1,
+        gradient_clip_val=options.gradient_clip_norm,
+        log_every_n_steps=options.log_every_n_steps,
+        check_val_every_n_epoch=None,
+        val_check_interval=options.val_every_n_steps or options.max_steps,
+        limit_val_batches=1.0 if options.val_batches is None else options.val_batches,
+        num_sanity_val_steps=0,
+        deterministic=options.deterministic,
+        callbacks=callbacks,
+        logger=loggers or False,
+        default_root_dir=run_dir,
+        # Ours, or none: Lightning's would work against the exact order and the one bar.
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return trainer, model, datamodule
+
+
+def choose_run_dir(wanted: Path, *, resume: str) -> Path:
+    """The folder of this run, the same on all ranks: the wanted one, or with ``resume=never`` the next free name."""
+    chosen = wanted
+    if resume == "never":
+        number = 2
+        while chosen.exists() and any(chosen.iterdir()):
+            chosen = wanted.with_name(f"{wanted.name}-{number}")
+            number += 1
+    return Path(agree("RUN_DIR", str(chosen)))
+
+
+def _newest_checkpoint(run_dir: Path, config: RunConfig, tree: Mapping[str, Any]) -> Path | None:
+    from nemo_like.core.checkpoint import find_checkpoints
+
+    if config.resume == "never":
+        return None
+    saved = find_checkpoints(run_dir / "checkpoints")
+    if not saved:
+        return None
+    _warn_of_changes(run_dir / "config.yaml", tree)
+    logger.info("continuing %s from %s", run_dir, saved[-1].name)
+    return saved[-1]
+
+
+def _step_of(checkpoint: Path) -> int:
+    from nemo_like.core.checkpoint import STATE
+
+    return int(json.loads((checkpoint / STATE).read_bytes())["step"])
+
+
+def _warn_of_changes(saved: Path, tree: Mapping[str, Any]) -> None:
+    """Names the settings that differ from those the run was started with."""
+    from omegaconf import OmegaConf
+
+    if not saved.is_file():
+        return
+    before = _flatten(OmegaConf.to_container(OmegaConf.load(saved)))
+    after = _flatten(tree)
+    for key in sorted(before.keys() | after.keys()):
+        if key.startswith(_FREE_KEYS) or before.get(key) == after.get(key):
+            continue
+        logger.warning(
+            "continuing with another %s: %s, it was %s", key, after.get(key), before.get(key)
+        )
+
+
+def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(node, Mapping):
+        return {
+            key: value
+            for name, item in node.items()
+            for key, value in _flatten(item, f"{prefix}{name}.").items()
+        }
+    return {prefix.rstrip("."): node}
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f".{path.name}.new")
+    hidden.write_text(text, encoding="utf-8")
+    hidden.rename(path)
