@@ -1,0 +1,1 @@
+"""Domain-free data pipelines: streaming, shards, packing, mixtures, exact order."""
