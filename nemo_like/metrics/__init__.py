@@ -1,0 +1,1 @@
+"""Metrics that are exact across ranks and uneven last batches."""
