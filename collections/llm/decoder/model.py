@@ -1,0 +1,163 @@
+"""The decoder as a model to train: next-token loss, held-out bits per byte, a sample at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from nemo_like.core.checkpoint import open_checkpoint
+from nemo_like.core.errors import CheckpointError, ConfigError
+from nemo_like.core.model import Model
+from nemo_like.core.summary import Section
+from nemo_like.core.units import format_count
+from nemo_like.text.tokenizer import Tokenizer
+
+from ..data import IGNORE_INDEX, TextBatch, TextDataModule
+from ..decoding import generate
+from ..evaluation import evaluate_bits_per_byte
+from ..losses import chunked_cross_entropy_sum
+from .config import DecoderConfig, RopeScalingConfig
+from .network import DecoderNetwork
+
+logger = logging.getLogger(__name__)
+
+_SHAPE_FILE = "network.json"
+
+
+class DecoderModel(Model):
+    """A decoder-only language model.
+
+    Args:
+        network: Shape of the network.
+        sample_prompt: What the sample at the end of a run continues; empty starts at the beginning of a document.
+        sample_tokens: Length of that sample; 0 leaves it out.
+
+    Attributes:
+        tokenizer: Set by the data module when a run starts, or by :meth:`load`.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self, *, network: DecoderConfig, sample_prompt: str = "", sample_tokens: int = 0
+    ) -> None:
+        super().__init__()
+        self.shape = network
+        self.network = DecoderNetwork(network)
+        self.tokenizer: Tokenizer | None = None
+        self.sample_prompt, self.sample_tokens = sample_prompt, sample_tokens
+
+    def count_targets(self, micro_batch: TextBatch) -> Tensor:
+        """Positions that have a target token."""
+        return (micro_batch.targets_BT != IGNORE_INDEX).sum()
+
+    def count_units(self, micro_batch: TextBatch) -> int:
+        """Tokens read, padding included."""
+        return micro_batch.tokens_BT.numel()
+
+    def compute_loss_sum(self, micro_batch: TextBatch) -> Tensor:
+        """Sum of the negative log-likelihoods of the target tokens, in nats."""
+        hidden_BTD = self.network.compute_hidden(
+            micro_batch.tokens_BT, segments_BT=micro_batch.segments_BT
+        )
+        return chunked_cross_entropy_sum(
+            hidden_BTD, self.network.output_weight_VD, micro_batch.targets_BT
+        )
+
+    def setup(self, stage: str) -> None:
+        """Takes the tokenizer of the data and compares vocabularies before the first step.
+
+        Raises:
+            ConfigError: The tokenizer has more tokens than the network.
+        """
+        datamodule = getattr(self.trainer, "datamodule", None)
+        if isinstance(datamodule, TextDataModule):
+            self.tokenizer = datamodule.tokenizer
+            if self.tokenizer.vocab_size > self.shape.vocab_size:
+                raise ConfigError(
+                    [
+                        f"model.network.vocab_size={self.shape.vocab_size}: the tokenizer has "
+                        f"{self.tokenizer.vocab_size} tokens; set at least that many"
+                    ]
+                )
+        count = sum(parameter.numel() for parameter in self.parameters())
+        logger.info(
+            "model: %s parameters, %s", format_count(count), self.network.describe_attention()
+        )
+
+    def summarize(self) -> list[Section]:
+        """Bits per byte on the held-out documents, and a sample."""
+        datamodule = getattr(self.trainer, "datamodule", None)
+        sections = []
+        if isinstance(datamodule, TextDataModule):
+            assert self.tokenizer is not None
+            result = evaluate_bits_per_byte(
+                self.network,
+                self.tokenizer,
+                datamodule.held_out_documents(),
+                context=datamodule.seq_len,
+                rank=self.trainer.global_rank,
+                world_size=self.trainer.world_size,
+            )
+            sections.append(result.to_section())
+        if self.sample_tokens and self.tokenizer is not None:
+            text = generate(
+                self.network,
+                self.tokenizer,
+                self.sample_prompt,
+                max_tokens=self.sample_tokens,
+                temperature=0.8,
+                top_p=0.95,
+                seed=self.seed or 0,
+            )
+            sections.append(Section(title="A sample", text=self.sample_prompt + text))
+        return sections
+
+    def artefacts(self) -> dict[str, bytes]:
+        """The shape of the network, so that a checkpoint opens without the configuration of its run."""
+        return {_SHAPE_FILE: json.dumps(dataclasses.asdict(self.shape), indent=1).encode()}
+
+    @classmethod
+    def load(cls, folder: Path | str, **options: Any) -> Self:
+        """Opens a checkpoint folder of ours, or a Hugging Face folder, for use on the CPU.
+
+        Args:
+            folder: ``.../checkpoints/step_00000100``, a run folder (its newest checkpoint), or a folder with a
+                ``config.json``.
+            options: Further constructor arguments.
+
+        Raises:
+            CheckpointError: It is neither, or its names or shapes do not fit.
+        """
+        from nemo_like.core.checkpoint import find_checkpoints
+
+        from ..hf_folder import load_hf_folder
+
+        folder = Path(folder)
+        if (folder / "config.json").is_file():
+            shape, state = load_hf_folder(folder)
+            model = cls(network=shape, **options)
+            model.network.load_state_dict(state)
+            model.tokenizer = Tokenizer.load(folder)
+            return model.eval()
+        if (folder / "checkpoints").is_dir():
+            saved = find_checkpoints(folder / "checkpoints")
+            if not saved:
+                raise CheckpointError(f"{folder}: has no whole checkpoint yet")
+            folder = saved[-1]
+        checkpoint = open_checkpoint(folder)
+        values = json.loads(checkpoint.read_file(_SHAPE_FILE))
+        if values.get("rope_scaling") is not None:
+            values["rope_scaling"] = RopeScalingConfig(**values["rope_scaling"])
+        model = cls(network=DecoderConfig(**values), **options)
+        state = model.state_dict()
+        checkpoint.load_tensors("model", state)
+        model.load_state_dict(state)
+        if (folder / "tokenizer.json").is_file():
+            model.tokenizer = Tokenizer.load(folder)
+        return model.eval()

@@ -1,0 +1,1 @@
+"""Hydra configurations: primary configs, groups, and the runs of each domain."""

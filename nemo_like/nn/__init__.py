@@ -1,0 +1,1 @@
+"""Network blocks that two or more domains use."""
