@@ -1,0 +1,160 @@
+"""How a strategy saves and restores a run through the checkpoint folder of ``core.checkpoint``.
+
+Lightning asks its strategy to save and load; what it hands over is split into tensors (weights, optimizer state, by
+canonical names) and plain values. Lightning's own loop counters are not restored: a training loader covers the rest of
+the run from an exact position, so all that Lightning has to know is the number of steps done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import nemo_like
+from nemo_like.core.checkpoint import Checkpoint, open_checkpoint, save_checkpoint, to_plain
+from nemo_like.core.errors import CheckpointError
+from nemo_like.core.model import Model
+
+logger = logging.getLogger(__name__)
+
+# Keys of Lightning's checkpoint dict that are stored as tensors, derived from the step, or not needed.
+_DERIVED = {
+    "state_dict",
+    "optimizer_states",
+    "lr_schedulers",
+    "loops",
+    "epoch",
+    "global_step",
+    "files",
+    "metrics",
+}
+_CHECKPOINT = "nemo_like_checkpoint"
+
+
+def collect_optimizer_tensors(optimizer: Optimizer, module: nn.Module) -> dict[str, Tensor]:
+    """The state of an optimizer under ``<canonical parameter name>/<state name>``.
+
+    Raises:
+        CheckpointError: A state that is no tensor, which could only be pickled.
+    """
+    tensors = {}
+    for name, parameter in module.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"optimizer state {name}/{key} is {type(value).__name__}, only tensors can be saved: "
+                    f"let {type(optimizer).__name__} keep it as a tensor"
+                )
+            tensors[f"{name}/{key}"] = value
+    return tensors
+
+
+def restore_optimizer(optimizer: Optimizer, module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fills the state of an optimizer; hyper-parameters stay those of the configuration."""
+    parameters = dict(module.named_parameters())
+    tensors: dict[str, Tensor] = {}
+    for full_name in checkpoint.tensor_names("optimizer"):
+        name, _, key = full_name.rpartition("/")
+        parameter = parameters.get(name)
+        # Adam's step counter is a scalar; every other state has the shape of its parameter.
+        like = torch.zeros(()) if key == "step" else parameter
+        if like is not None:
+            tensors[full_name] = torch.zeros_like(like, requires_grad=False)
+    if not tensors:
+        return
+    checkpoint.load_tensors("optimizer", tensors)
+    index_of = {
+        parameter: index
+        for index, parameter in enumerate(
+            p for group in optimizer.param_groups for p in group["params"]
+        )
+    }
+    state: dict[int, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        state.setdefault(index_of[parameters[name]], {})[key] = tensor
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+
+
+def save_run(
+    checkpoint: Mapping[str, Any], folder: Path, *, module: Model, optimizer: Optimizer
+) -> None:
+    """Writes what Lightning collected as a checkpoint folder; every rank calls it."""
+    state = {
+        "step": int(checkpoint["global_step"]),
+        "nemo_like_version": nemo_like.__version__,
+        "metrics": to_plain(dict(checkpoint.get("metrics", {}))),
+        **{key: to_plain(value) for key, value in checkpoint.items() if key not in _DERIVED},
+    }
+    save_checkpoint(
+        folder,
+        model=module.state_dict(),
+        optimizer=collect_optimizer_tensors(optimizer, module),
+        state=state,
+        files=checkpoint.get("files", {}),
+    )
+
+
+def load_run(folder: Path) -> dict[str, Any]:
+    """Opens a checkpoint folder as the dict that Lightning passes around while it restores."""
+    checkpoint = open_checkpoint(folder)
+    return {
+        "pytorch-lightning_version": pl.__version__,
+        "callbacks": {},
+        **checkpoint.state,
+        "lr_schedulers": [],
+        "optimizer_states": [],
+        _CHECKPOINT: checkpoint,
+    }
+
+
+def restore_model(loaded: Mapping[str, Any], module: Model) -> None:
+    """Fills the weights in place, strictly."""
+    checkpoint: Checkpoint = loaded[_CHECKPOINT]
+    state = module.state_dict()
+    checkpoint.load_tensors("model", state)
+    module.load_state_dict(state)
+
+
+def restore_progress(loaded: Mapping[str, Any], module: Model, optimizer: Optimizer) -> None:
+    """Fills optimizer state, step counters and learning rates; nothing of the data, which is a position."""
+    checkpoint: Checkpoint = loaded[_CHECKPOINT]
+    trainer = module.trainer
+    restore_optimizer(optimizer, module, checkpoint)
+    step = checkpoint.step
+    epoch_loop = trainer.fit_loop.epoch_loop
+    optimizer_step = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    optimizer_step.ready = optimizer_step.completed = step
+    batches = epoch_loop.batch_progress
+    batches.load_state_dict(
+        {
+            "total": dict.fromkeys(("ready", "started", "processed", "completed"), step),
+            "current": dict.fromkeys(("ready", "started", "processed", "completed"), 0),
+            "is_last_batch": False,
+        }
+    )
+    for config in trainer.strategy.lr_scheduler_configs:
+        scheduler = config.scheduler
+        if not isinstance(scheduler, LambdaLR):
+            raise CheckpointError(
+                f"{type(scheduler).__name__}: only schedules that are a function of the step can be resumed"
+            )
+        scheduler.last_epoch = step
+        rates = [
+            base * factor(step)
+            for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates
+    logger.info("resumed at step %d from %s", step, checkpoint.folder)
