@@ -1,0 +1,1 @@
+"""Small free corpora that ship with the package."""
