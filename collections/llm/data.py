@@ -132,6 +132,17 @@ class TextDataModule(DataModule):
         """Which sample stands at which position."""
         return self._ready.order
 
+    @property
+    def mixture_shares(self) -> dict[str, float] | None:
+        """Share of each subset in an epoch by the mixture table; None without a table, or with a zero in it."""
+        if self.config.mixture.weights is None and self.config.mixture.epochs is None:
+            return None
+        draws = dict(zip(self._ready.subsets, self.order.draws, strict=True))
+        total = sum(draws.values())
+        return (
+            {name: count / total for name, count in draws.items()} if all(draws.values()) else None
+        )
+
     def train_dataloader(self) -> DataLoader[StepBatch]:
         """The optimizer steps that remain; its length is that of the whole run.
 

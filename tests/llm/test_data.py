@@ -430,3 +430,15 @@ def test_the_configuration_is_read_without_torch() -> None:
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_shares_of_the_mixture_are_those_of_its_table(folder: Path) -> None:
+    weights = {"stories": 1.0, "code": 2.0, "letters": 1.0}
+    shares = make_data(folder, mixture=MixtureConfig(weights=weights)).mixture_shares
+    assert shares is not None
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["code"] == pytest.approx(0.5, abs=0.02)
+    # Without a table, or with a subset left out, they are no weights for a mean over all subsets.
+    assert make_data(folder).mixture_shares is None
+    without = MixtureConfig(weights=weights | {"code": 0.0})
+    assert make_data(folder, mixture=without).mixture_shares is None

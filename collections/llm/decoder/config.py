@@ -139,8 +139,10 @@ class DecoderConfig:
 class DecoderModelConfig:
     """A language model on a decoder network."""
 
-    network: DecoderConfig
-    """The shape of the network."""
+    network: DecoderConfig | None = None
+    """The shape of the network; null takes that of ``init_from``."""
+    init_from: str | None = None
+    """A Hugging Face folder, a checkpoint or a run folder whose weights the training starts from; null draws them."""
     sample_prompt: str = ""
     """What the sample at the end of a run continues; empty starts at the beginning of a document."""
     sample_tokens: int = 0
@@ -148,5 +150,7 @@ class DecoderModelConfig:
 
     def check(self) -> Iterator[str]:
         """Yields one line per fault."""
+        if self.network is None and self.init_from is None:
+            yield "network: is required: the shape of the network, or init_from=FOLDER to take it from there"
         if self.sample_tokens < 0:
             yield f"sample_tokens={self.sample_tokens}: must be at least 0"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
-from nemo_like.core.checkpoint import open_checkpoint
+from nemo_like.core.checkpoint import find_checkpoints, open_checkpoint
 from nemo_like.core.errors import CheckpointError, ConfigError
 from nemo_like.core.model import Model
 from nemo_like.core.summary import Section
@@ -20,6 +22,7 @@ from nemo_like.text.tokenizer import Tokenizer
 from ..data import IGNORE_INDEX, TextBatch, TextDataModule
 from ..decoding import generate
 from ..evaluation import evaluate_bits_per_byte
+from ..hf_folder import load_hf_folder
 from ..losses import chunked_cross_entropy_sum
 from .config import DecoderConfig, RopeScalingConfig
 from .network import DecoderNetwork
@@ -27,15 +30,21 @@ from .network import DecoderNetwork
 logger = logging.getLogger(__name__)
 
 _SHAPE_FILE = "network.json"
+_AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class DecoderModel(Model):
     """A decoder-only language model.
 
     Args:
-        network: Shape of the network.
+        network: Shape of the network; None takes that of ``init_from``.
+        init_from: Hugging Face folder, checkpoint or run folder whose weights training starts from; None draws them.
         sample_prompt: What the sample at the end of a run continues; empty starts at the beginning of a document.
         sample_tokens: Length of that sample; 0 leaves it out.
+
+    Raises:
+        ConfigError: Neither a shape nor a folder to take it from.
+        CheckpointError: ``init_from`` is no such folder, or does not fit the shape.
 
     Attributes:
         tokenizer: Set by the data module when a run starts, or by :meth:`load`.
@@ -44,11 +53,29 @@ class DecoderModel(Model):
     unit = "tokens"
 
     def __init__(
-        self, *, network: DecoderConfig, sample_prompt: str = "", sample_tokens: int = 0
+        self,
+        *,
+        network: DecoderConfig | None = None,
+        init_from: str | None = None,
+        sample_prompt: str = "",
+        sample_tokens: int = 0,
     ) -> None:
         super().__init__()
-        self.shape = network
-        self.network = DecoderNetwork(network)
+        loaded = None if init_from is None else _read_folder(Path(init_from))
+        shape = network or (loaded.shape if loaded else None)
+        if shape is None:
+            raise ConfigError(
+                ["network: is required: the shape of the network, or init_from=FOLDER"]
+            )
+        self.shape = shape
+        self.network = DecoderNetwork(shape)
+        if loaded is not None:
+            try:
+                loaded.fill(self.network)
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"init_from={init_from}: does not fit network: {error}"
+                ) from error
         self.tokenizer: Tokenizer | None = None
         self.sample_prompt, self.sample_tokens = sample_prompt, sample_tokens
 
@@ -86,9 +113,12 @@ class DecoderModel(Model):
                     ]
                 )
         count = sum(parameter.numel() for parameter in self.parameters())
-        logger.info(
-            "model: %s parameters, %s", format_count(count), self.network.describe_attention()
+        plugin = self.trainer.precision_plugin
+        kernel = self.network.describe_attention(
+            device=self.trainer.strategy.root_device,
+            dtype=_AUTOCAST_DTYPES.get(getattr(plugin, "precision", "")),
         )
+        logger.info("model: %s parameters, %s", format_count(count), kernel)
 
     def summarize(self) -> list[Section]:
         """Bits per byte on the held-out documents, and a sample."""
@@ -101,6 +131,7 @@ class DecoderModel(Model):
                 self.tokenizer,
                 datamodule.held_out_documents(),
                 context=datamodule.seq_len,
+                mixture=datamodule.mixture_shares,
                 rank=self.trainer.global_rank,
                 world_size=self.trainer.world_size,
             )
@@ -134,30 +165,42 @@ class DecoderModel(Model):
         Raises:
             CheckpointError: It is neither, or its names or shapes do not fit.
         """
-        from nemo_like.core.checkpoint import find_checkpoints
-
-        from ..hf_folder import load_hf_folder
-
-        folder = Path(folder)
-        if (folder / "config.json").is_file():
-            shape, state = load_hf_folder(folder)
-            model = cls(network=shape, **options)
-            model.network.load_state_dict(state)
-            model.tokenizer = Tokenizer.load(folder)
-            return model.eval()
-        if (folder / "checkpoints").is_dir():
-            saved = find_checkpoints(folder / "checkpoints")
-            if not saved:
-                raise CheckpointError(f"{folder}: has no whole checkpoint yet")
-            folder = saved[-1]
-        checkpoint = open_checkpoint(folder)
-        values = json.loads(checkpoint.read_file(_SHAPE_FILE))
-        if values.get("rope_scaling") is not None:
-            values["rope_scaling"] = RopeScalingConfig(**values["rope_scaling"])
-        model = cls(network=DecoderConfig(**values), **options)
-        state = model.state_dict()
-        checkpoint.load_tensors("model", state)
-        model.load_state_dict(state)
-        if (folder / "tokenizer.json").is_file():
-            model.tokenizer = Tokenizer.load(folder)
+        loaded = _read_folder(Path(folder))
+        model = cls(network=loaded.shape, **options)
+        loaded.fill(model.network)
+        model.tokenizer = loaded.tokenizer
         return model.eval()
+
+
+@dataclasses.dataclass
+class _Loaded:
+    """What a folder holds: shape, tokenizer, and a way to its weights."""
+
+    shape: DecoderConfig
+    tokenizer: Tokenizer | None
+    fill: Callable[[DecoderNetwork], Any]
+    """Fills a network of this shape in place."""
+
+
+def _read_folder(folder: Path) -> _Loaded:
+    """Opens a Hugging Face folder, a checkpoint of ours, or the newest one of a run folder."""
+    if (folder / "config.json").is_file():
+        shape, state = load_hf_folder(folder)
+        tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+        return _Loaded(shape, tokenizer, lambda network: network.load_state_dict(state))
+    if (folder / "checkpoints").is_dir():
+        saved = find_checkpoints(folder / "checkpoints")
+        if not saved:
+            raise CheckpointError(f"{folder}: has no whole checkpoint yet")
+        folder = saved[-1]
+    checkpoint = open_checkpoint(folder)
+    values = json.loads(checkpoint.read_file(_SHAPE_FILE))
+    if values.get("rope_scaling") is not None:
+        values["rope_scaling"] = RopeScalingConfig(**values["rope_scaling"])
+
+    def fill(network: DecoderNetwork) -> None:
+        state = {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
+        checkpoint.load_tensors("model", state)
+
+    tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+    return _Loaded(DecoderConfig(**values), tokenizer, fill)
