@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nemo_like.core.build import build
 from nemo_like.core.compose import Composed, compose
-from nemo_like.core.console import setup_logging
+from nemo_like.core.console import process_rank, setup_logging
 from nemo_like.core.errors import ConfigError, NemoLikeError
 from nemo_like.core.launch import agree
 
@@ -79,10 +79,10 @@ def train(composed: Composed) -> pl.Trainer | None:
             _step_of(checkpoint),
         )
         return None
+    if checkpoint is not None:
+        logger.info("continuing %s from %s", run_dir, checkpoint.name)
     composed = composed.replace_run_dir(run_dir)
     config = composed.config
-    from nemo_like.core.console import process_rank
-
     if process_rank() == 0:
         _write_atomically(run_dir / "config.yaml", composed.yaml)
     trainer, model, datamodule = build_run(config, run_dir)
@@ -172,7 +172,6 @@ def _newest_checkpoint(run_dir: Path, config: RunConfig, tree: Mapping[str, Any]
     if not saved:
         return None
     _warn_of_changes(run_dir / "config.yaml", tree)
-    logger.info("continuing %s from %s", run_dir, saved[-1].name)
     return saved[-1]
 
 
