@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nemo_like.core.build import build
-from nemo_like.core.compose import Composed, compose
+from nemo_like.core.compose import SCHEMA_KEY, Composed, compose
 from nemo_like.core.console import process_rank, setup_logging
 from nemo_like.core.errors import ConfigError, NemoLikeError
 from nemo_like.core.launch import agree
@@ -188,6 +188,7 @@ def _warn_of_changes(saved: Path, tree: Mapping[str, Any]) -> None:
     if not saved.is_file():
         return
     before = _flatten(OmegaConf.to_container(OmegaConf.load(saved)))
+    before.pop(SCHEMA_KEY, None)
     after = _flatten(tree)
     for key in sorted(before.keys() | after.keys()):
         if key.startswith(_FREE_KEYS) or before.get(key) == after.get(key):
