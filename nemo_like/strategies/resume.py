@@ -121,9 +121,8 @@ def load_run(folder: Path) -> dict[str, Any]:
 def restore_model(loaded: Mapping[str, Any], module: Model) -> None:
     """Fills the weights in place, strictly."""
     checkpoint: Checkpoint = loaded[_CHECKPOINT]
-    state = module.state_dict()
-    checkpoint.load_tensors("model", state)
-    module.load_state_dict(state)
+    # The tensors of a state dict are those of the module, so filling them is loading.
+    checkpoint.load_tensors("model", module.state_dict())
 
 
 def restore_progress(loaded: Mapping[str, Any], module: Model, optimizer: Optimizer) -> None:

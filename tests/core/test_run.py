@@ -28,5 +28,9 @@ def test_changed_settings_are_named_and_nothing_else(
     ]
 
 
-def test_a_run_without_a_saved_configuration_has_nothing_to_compare(tmp_path: Path) -> None:
-    _warn_of_changes(tmp_path / "config.yaml", {"seed": 1})
+def test_a_run_without_a_saved_configuration_has_nothing_to_compare(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="nemo_like"):
+        _warn_of_changes(tmp_path / "config.yaml", {"seed": 1})
+    assert caplog.messages == []
