@@ -2,7 +2,7 @@
 
     python tools/bench_cli.py [--rounds 5]
 
-Each is a fresh process, all in turn; printed are medians. The budgets: 0.3 s for ``--help``, 1 s for ``ls`` and
+Each is a fresh process, all in turn; printed are medians. The budgets: 0.3 s for ``--help``, 1 s for ``ls``, 0.9 s for
 ``validate``, and for the imports of a run those of Lightning and 1 s.
 """
 

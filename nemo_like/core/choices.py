@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_like.core.defaults import order_files
 from nemo_like.core.errors import ConfigError, suggest
 from nemo_like.core.layers import Tree, load_yaml
 from nemo_like.core.library import SHIPPED, Library, shown
@@ -119,27 +120,16 @@ class Chooser:
 
     def _order(self, overrides: Sequence[Override]) -> list[tuple[str, str]]:
         """What Hydra's rules for defaults lists make of the choices."""
-        from hydra import initialize_config_module
-        from hydra.core.global_hydra import GlobalHydra
-        from hydra.errors import HydraException
-        from hydra.types import RunMode
-
-        folders = [str(root).replace("'", r"\'") for root in self._library.roots[1:]]
-        quoted = ",".join(f"'file://{folder}'" for folder in folders)
-        lines = [f"hydra.searchpath=[{quoted}]"]
+        lines = []
         for override in overrides:
             prefix = "" if override.group in self._groups else "+"
             lines.append(f"{prefix}{override.key}={override.text}")
         try:
-            with initialize_config_module("nemo_like.conf", version_base="1.3"):
-                loader = GlobalHydra.instance().config_loader()
-                found = loader.compute_defaults_list(self._config_name, lines, RunMode.RUN)
-        except (HydraException, ValueError) as error:
+            return order_files(self._config_name, lines, self._library, self.load)
+        except ValueError as error:
             text = re.split(r"\n\s*(?:Config )?[Ss]earch path", str(error))[0]
             self.faults.append(" ".join(text.split()))
             return [(self._config_name, "")]
-        ours = [it for it in found.defaults if not it.config_path.startswith("hydra/")]
-        return [(it.config_path, it.package or "") for it in ours]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 
 from nemo_like.core.build import build
+from nemo_like.core.choices import Chooser
 from nemo_like.core.compose import Composed, compose, load_composed
 from nemo_like.core.config import Component, RunConfig
 from nemo_like.core.errors import ConfigError
+from nemo_like.core.layers import load_yaml
+from nemo_like.core.library import SHIPPED, open_library
+from nemo_like.core.overrides import parse_override
 
 RUN = """\
 # @package _global_
@@ -161,6 +165,58 @@ def test_a_search_path_of_hydra_works_as_well(folder: Path) -> None:
     path = f"hydra.searchpath=[pkg://nemo_like,file://{folder}]"
     assert compose("pretrain", ["+conf=llm/tiny", path]).config.name == "tiny"
     assert compose("pretrain", ["+conf=llm/tiny", f"hydra.searchpath=[file://{folder}]"])
+
+
+def order_with_hydra(config_name: str, lines: list[str], folder: Path) -> list[tuple[str, str]]:
+    """Hydra's compose API, reading the files itself."""
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+
+    path = f"hydra.searchpath=['file://{folder}','pkg://nemo_like']"
+    with initialize_config_module("nemo_like.conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        found = loader.compute_defaults_list(config_name, [path, *lines], RunMode.RUN).defaults
+    return [
+        (it.config_path, it.package or "") for it in found if not it.config_path.startswith("hydra")
+    ]
+
+
+NESTED = """\
+# @package _global_
+defaults:
+  - llm/tiny
+  - _self_
+  - optional /nothing: here
+  - /mine: [one, two]
+  - /mine@_global_: ${conf}
+  - override /schedule: linear
+"""
+
+
+def test_files_come_in_the_order_of_hydras_own_compose(folder: Path) -> None:
+    write(folder, "llm/nested", NESTED)
+    (folder / "mine" / "llm").mkdir(parents=True)
+    (folder / "mine" / "one.yaml").write_text("# @package optim\ndefaults: [llm/deep, _self_]")
+    for name in ("two", "llm/nested", "llm/deep"):
+        (folder / "mine" / f"{name}.yaml").write_text("seed: 1")
+    library = open_library(["pkg://nemo_like"], ["."])[0]
+    choices = [[f"+conf={run}"] for run in library.runs()]
+    choices.append(["+conf=llm/nested", "optim=muon", "+mine@model=two", "trainer=debug"])
+    assert ["+conf=llm/nested"] in choices
+    primary = load_yaml(SHIPPED / "pretrain.yaml", "pretrain.yaml")
+    for lines in choices:
+        chooser = Chooser("pretrain", primary, library)
+        chosen = chooser.choose([parse_override(line) for line in lines])
+        assert chooser.faults == []
+        assert chosen == order_with_hydra("pretrain", lines, folder)
+
+
+def test_an_option_may_be_called_no(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "no.yaml").write_text("seed: 7")
+    write(folder, "llm/mine", RUN + "defaults: [/mine@_global_: no, /conf/llm/tiny, _self_]")
+    assert compose("pretrain", ["--config-dir=.", "+conf=llm/mine"]).config.seed == 7
 
 
 def test_an_own_run_comes_before_a_shipped_one_of_its_name(folder: Path) -> None:
