@@ -7,13 +7,20 @@ import os
 import sys
 import warnings
 
-# Set by torchrun and Lightning's launcher, and by SLURM, in this order of trust.
-_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+# Names under which Lightning takes a SLURM job for a shell, whose tasks are none of its ranks.
+_SHELLS = ("bash", "interactive")
+
+
+def is_slurm_run() -> bool:
+    """Whether the tasks of SLURM are the ranks of this run; Lightning judges by the same two variables."""
+    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in _SHELLS
 
 
 def process_rank() -> int:
     """Global rank of this process as its launcher told it; 0 when nobody did."""
-    for name in _RANK_VARIABLES:
+    # Set by torchrun, SLURM, and Lightning's launcher. A shell on a node has a SLURM_PROCID too and hands it down.
+    names = ("RANK", "SLURM_PROCID", "LOCAL_RANK") if is_slurm_run() else ("RANK", "LOCAL_RANK")
+    for name in names:
         if (value := os.environ.get(name, "")).isdigit():
             return int(value)
     return 0

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from nemo_like.core.console import process_rank, setup_logging
-from nemo_like.core.launch import agree
+from nemo_like.core.launch import agree, find_launch_faults
 from nemo_like.core.run import choose_run_dir
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "TORCHELASTIC_USE_AGENT_STORE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_", "NEMO_LIKE_")) or name.endswith("RANK"):
+            monkeypatch.delenv(name)
 
 
 def test_children_take_the_value_of_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +36,61 @@ def test_the_rank_is_the_global_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_rank() == 1
     monkeypatch.setenv("RANK", "5")
     assert process_rank() == 5
+
+
+def test_slurm_counts_only_where_its_tasks_are_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert process_rank() == 0
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert process_rank() == 3
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert process_rank() == 1
+
+
+ALLOTTED = {
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS_PER_NODE": "4",
+}
+
+
+def faults_of(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> list[str]:
+    for name, value in {**ALLOTTED, **changes}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    return list(find_launch_faults(devices=4, num_nodes=2))
+
+
+def test_a_run_that_fits_what_slurm_gives_has_no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(find_launch_faults(devices=7, num_nodes=7)) == []
+    assert faults_of(monkeypatch) == []
+    assert list(find_launch_faults(devices="auto", num_nodes=2)) == []
+    # torchrun makes ranks of its own, whatever the job has.
+    assert faults_of(monkeypatch, SLURM_NNODES="5", TORCHELASTIC_RUN_ID="1") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"SLURM_NNODES": "3"}, "trainer.num_nodes=2: SLURM gives this run 3 (SLURM_NNODES); set trainer.num_nodes=3"),
+        ({"SLURM_NTASKS_PER_NODE": "5"}, "trainer.devices=4: SLURM starts 5 task(s) on each node; set "
+         "trainer.devices=5"),
+        ({"SLURM_NTASKS_PER_NODE": None}, "SLURM_NTASKS=8 without SLURM_NTASKS_PER_NODE: Lightning needs the number "
+         "for each node; ask for --ntasks-per-node=4"),
+        ({"SLURM_STEP_NUM_TASKS": None}, "SLURM_NTASKS=8, but srun did not start this process, so the other 7"),
+        ({"SLURM_JOB_NAME": "interactive"}, "SLURM_JOB_NAME=interactive: Lightning takes a job of this name for a "
+         "shell, and each of its 8 tasks"),
+    ],
+)  # fmt: skip
+def test_what_slurm_gives_and_the_run_does_not_ask_for_is_named(
+    changes: dict[str, str | None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fault,) = faults_of(monkeypatch, **changes)
+    assert fault.startswith(said)
+    assert "\n" not in fault
 
 
 @pytest.mark.dist
