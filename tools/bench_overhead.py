@@ -65,13 +65,13 @@ def time_ours(steps: int, warm_up: int) -> float:
             Clock(warm_up),
         )
         model.optim, model.seed, model.schedule = FusedAdamW(), 3, lambda step: 1 / (1 + step)
+        model.gradient_clip_norm = 1.0
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,
             strategy=DDPStrategy(micro_batch_size=8),
             max_steps=steps + warm_up,
             max_epochs=-1,
-            gradient_clip_val=1.0,
             log_every_n_steps=10,
             callbacks=[
                 MetricsWriter(),

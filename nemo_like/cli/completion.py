@@ -89,7 +89,7 @@ def _candidates(words: list[str], current: str) -> Iterator[str]:
         yield from library.runs()
     elif words[0] == "run" and len(words) == 1:
         yield from library.primaries()
-    elif words[0] in ("run", "validate"):
+    elif words[0] in ("run", "validate", "plan"):
         yield from _overrides(library, current)
 
 

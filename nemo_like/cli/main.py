@@ -15,6 +15,7 @@ COMMANDS = {
     "run": "start a run: nemo-like run pretrain +conf=llm/quickstart",
     "validate": "check runs and overrides without starting anything",
     "env": "versions and hardware, for a bug report",
+    "plan": "what a run takes on given devices, and which strategy to choose",
 }
 _MORE = """\
   nemo-like <command> --help                      all about one command

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_like.core.annotation import Wanted, to_plain
-from nemo_like.core.config import Component
+from nemo_like.core.config import Component, RunConfig
 from nemo_like.core.errors import suggest
 from nemo_like.core.interpolation import BROKEN, find_references, resolve_interpolations
 from nemo_like.core.layers import MISSING, KeyPath, Tree, format_path
@@ -47,6 +47,7 @@ class Checker:
         self.is_partial, self.is_template = is_partial, is_template
         self._faults: list[tuple[KeyPath, str]] = []
         self._references: dict[str, set[str]] = {}
+        self._components: list[tuple[KeyPath, Any]] = []
 
     @property
     def faults(self) -> list[str]:
@@ -72,13 +73,26 @@ class Checker:
         return found
 
     def check(self, root: Any) -> Any:
-        """The tree as an instance of ``root``; worth something only if there are no faults."""
+        """The tree as an instance of ``root``; worth something only if there are no faults.
+
+        Where every value is right by itself, each component whose config has a method ``check_run(run_config)`` is
+        asked what does not fit the rest of the run.
+        """
         self.tree.values = self._fill(self.tree.values, root, ())
         self._references = find_references(self.tree.values)
         for path, text in resolve_interpolations(self.tree.values):
             if not self.is_partial or not text.startswith("there is no key"):
                 self._report(path, text)
-        return self._convert(self.tree.values, root, ())
+        config = self._convert(self.tree.values, root, ())
+        # A component by itself has no run that it could contradict.
+        if isinstance(config, RunConfig) and not (self._faults or self.is_partial):
+            for path, component in self._components:
+                own = schema_of_dataclass(component.__class__).fields
+                for text in component.check_run(config):
+                    is_elsewhere = re.split(r"[.=:]", text)[0] not in own
+                    home = () if is_elsewhere and _names_key(text, self.tree.values) else path
+                    self._tell(text, home, own if home else schema_of_dataclass(root).fields)
+        return config
 
     def _report(self, path: KeyPath, text: str, value: Any = BROKEN) -> Any:
         shown = "" if value is BROKEN else f"={_show(value)}"
@@ -225,7 +239,9 @@ class Checker:
                 self._convert(item, Any, (*path, key))
             return self._report((*path, "_target_"), str(error), target)
         fields = self._convert_fields(keys, schema, path)
-        self._make_config(fields, schema, path)
+        config = self._make_config(fields, schema, path)
+        if hasattr(config, "check_run"):
+            self._components.append((path, config))
         return Component({"_target_": target, **fields})
 
     def _convert_without_target(self, value: dict[str, Any], path: KeyPath) -> Any:
@@ -278,13 +294,23 @@ class Checker:
         for text in texts:
             if repr(BROKEN) in text or any(re.search(rf"\b{name}\b", text) for name in wrong):
                 continue
-            name = text.partition("=")[0]
-            inner = (*path, *name.split(".")) if name.partition(".")[0] in own else path
-            if self.is_partial and inner not in self.tree.sources:
-                continue  # it may be another layer's to give what the rule asks for
-            prefix = f"{format_path(path)}." if path else ""
-            self._faults.append((inner, f"{self.tree.place(inner)}: {prefix}{text}"))
+            self._tell(text, path, own)
         return BROKEN if config is None or wrong else config
+
+    def _tell(self, text: str, path: KeyPath, fields: Mapping[str, Field]) -> None:
+        """Adds what a rule of a config says, with the place of the key that its text begins with."""
+        name = text.partition("=")[0]
+        inner = (*path, *name.split(".")) if name.partition(".")[0] in fields else path
+        if self.is_partial and inner not in self.tree.sources:
+            return  # it may be another layer's to give what the rule asks for
+        prefix = f"{format_path(path)}." if path else ""
+        self._faults.append((inner, f"{self.tree.place(inner)}: {prefix}{text}"))
+
+
+def _names_key(text: str, values: Mapping[str, Any]) -> bool:
+    """Whether a rule's text begins with a key of another part of the run: ``trainer.devices=3: ...``."""
+    name = text.partition("=")[0]
+    return "." in name and name.partition(".")[0] in values
 
 
 def _mapping(values: Any, path: KeyPath) -> dict[str, Any]:

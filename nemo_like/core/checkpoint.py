@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,12 +84,15 @@ class Checkpoint:
             .state_dict_metadata
         )
 
-    def load_tensors(self, part: str, tensors: dict[str, Tensor]) -> None:
+    def load_tensors(
+        self, part: str, tensors: dict[str, Tensor], *, elsewhere: Collection[str] = ()
+    ) -> None:
         """Reads tensors in place; each process reads only the slices that it holds.
 
         Args:
             part: ``model`` or ``optimizer``.
             tensors: Name -> tensor (or DTensor) to fill.
+            elsewhere: Names that belong to the model, too, and are read by other processes.
 
         Raises:
             CheckpointError: Names or shapes do not fit; lists all of them.
@@ -100,7 +103,8 @@ class Checkpoint:
         metadata: dict[str, Any] = dict(
             HuggingFaceStorageReader(path=str(path)).read_metadata().state_dict_metadata
         )
-        missing, unexpected = sorted(tensors.keys() - metadata), sorted(metadata.keys() - tensors)
+        expected = tensors.keys() | set(elsewhere)
+        missing, unexpected = sorted(expected - metadata.keys()), sorted(metadata.keys() - expected)
         if missing or unexpected:
             raise CheckpointError(
                 f"{path}: the names do not fit the model ({len(missing)} missing, {len(unexpected)} unexpected); "

@@ -44,8 +44,22 @@ class Composed:
 
     def replace_run_dir(self, run_dir: Path) -> Composed:
         """The same run in another folder, with everything that was derived from ``run_dir``."""
-        values = {**self._layers.values, "run_dir": str(run_dir)}
-        return _check(Tree(values, self._layers.sources), self._root)[0]
+        return self._replace("run_dir", str(run_dir))
+
+    def replace_strategy(self, component: dict[str, Any]) -> Composed:
+        """The same run under another strategy.
+
+        Raises:
+            ConfigError: It does not fit the run.
+        """
+        return self._replace("strategy", component)
+
+    def _replace(self, key: str, value: Any) -> Composed:
+        values = {**self._layers.values, key: value}
+        composed, faults = _check(Tree(values, self._layers.sources), self._root)
+        if faults:
+            raise ConfigError(faults)
+        return composed
 
     def build(self, key: str) -> Any:
         """Builds the component at a key, ``"model"`` or ``"callbacks.report"``."""
@@ -68,6 +82,20 @@ def compose(config_name: str, arguments: Sequence[str] = ()) -> Composed:
     """
     layers = _Layers(config_name, arguments)
     composed, faults = layers.check()
+    if faults:
+        raise ConfigError(faults)
+    return composed
+
+
+def compose_template(config_name: str, arguments: Sequence[str] = ()) -> Composed:
+    """As :func:`compose`, where it is no fault that a file leaves a value open with ``???``.
+
+    What is open is a mark in the configuration that nothing can be built of.
+
+    Raises:
+        ConfigError: All other faults.
+    """
+    composed, faults = _Layers(config_name, arguments).check(is_template=True)
     if faults:
         raise ConfigError(faults)
     return composed

@@ -27,9 +27,10 @@ class TrainerConfig:
     """Processes per node; ``auto`` is one per GPU, or one on a CPU."""
     num_nodes: int = 1
     """Machines."""
-    precision: Literal["fp32", "bf16-mixed", "fp16-mixed"] = "fp32"
+    precision: Literal["fp32", "bf16-mixed", "fp16-mixed", "fp8-mixed"] = "fp32"
     """Of the forward and backward pass; weights and optimizer state stay in fp32.
-    ``fp16-mixed`` scales the loss."""
+    ``fp16-mixed`` scales the loss; ``fp8-mixed`` is ``bf16-mixed`` with the linear layers of the
+    blocks in FP8, on GPUs that have it."""
     gradient_clip_norm: float | None = 1.0
     """Largest norm of the gradient over all parameters; null clips nothing."""
     log_every_n_steps: int = 10

@@ -8,7 +8,15 @@ from types import ModuleType
 from nemo_like.core.errors import MissingExtraError
 
 # Top-level module -> the pip extra that brings it.
-EXTRAS = {"transformers": "hf", "gguf": "bench", "lm_dataformat": "bench", "lm_eval": "bench"}
+EXTRAS = {
+    "transformers": "hf",
+    "deepspeed": "deepspeed",
+    "torchao": "fp8",
+    "megatron": "megatron",
+    "gguf": "bench",
+    "lm_dataformat": "bench",
+    "lm_eval": "bench",
+}
 
 
 def require(name: str) -> ModuleType:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from nemo_like.core.seed import derive_seed, seed_all
 from nemo_like.core.summary import Section
 
 
@@ -35,6 +37,7 @@ class Model(pl.LightningModule):
         seed: Of the run; makes every training step's randomness a function of (seed, step, rank). None leaves the
             generators alone.
         schedule: Optimizer step (0 is the first) -> factor on every learning rate; None keeps them constant.
+        gradient_clip_norm: Largest norm of the gradient over all parameters; None clips nothing.
         step_metrics: Figures of the last training step, ``<stage>/<metric>[_<unit>]``; tensors stay on the device
             until somebody logs them.
         val_metrics: Figures of the last validation.
@@ -44,7 +47,10 @@ class Model(pl.LightningModule):
         super().__init__()
         self.optim: OptimizerBuilder | None = None
         self.schedule: Callable[[int], float] | None = None
+        self.gradient_clip_norm: float | None = None
         self.seed: int | None = None
+        # The strategy runs the whole step: Lightning's loop only counts.
+        self.automatic_optimization = False
         self.step_metrics: dict[str, Tensor | float] = {}
         self.val_metrics: dict[str, float] = {}
         self._val_step = -1
@@ -79,6 +85,42 @@ class Model(pl.LightningModule):
         """What throughput counts (tokens, frames): read from the batch's shape, padding included."""
         return int(self.count_targets(micro_batch))
 
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks of the network, in order: what is sharded, or computed again, as one.
+
+        Those in the outermost ``nn.ModuleList`` of more than one module, unless a subclass says otherwise.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.ModuleList) and len(module) > 1:
+                return list(module)
+        return []
+
+    can_start_empty = False
+    """Whether the model may be constructed on the meta device and be filled by :meth:`draw_weights` afterwards: every
+    parameter belongs to a module with ``reset_parameters()``, and there are no buffers."""
+
+    def draw_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that the constructor would have drawn, one module after the other, on the CPU.
+
+        A rank takes its part of each and never holds all of them. The model itself is left as it is.
+        """
+        seed_all(derive_seed(self.seed or 0, 0))
+        for prefix, module in self.named_modules():
+            kept = {name: it for name, it in module._parameters.items() if it is not None}
+            if not kept:
+                continue
+            drawn = {
+                name: nn.Parameter(torch.empty(it.shape, dtype=it.dtype), requires_grad=False)
+                for name, it in kept.items()
+            }
+            module._parameters.update(drawn)
+            try:
+                module.reset_parameters()
+            finally:
+                module._parameters.update(kept)
+            for name, tensor in drawn.items():
+                yield f"{prefix}.{name}", tensor.detach()
+
     unit = "targets"
     """Plural name of what :meth:`count_units` counts: ``tokens`` gives ``perf/tokens_per_s``."""
 
@@ -102,7 +144,8 @@ class Model(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Adds up loss and targets; the mean is over all targets of all ranks, however uneven the batches."""
-        self._val_loss_sum += self.compute_loss_sum(batch).double().cpu()
+        strategy: Any = self.trainer.strategy
+        self._val_loss_sum += strategy.compute_loss_sum(batch).double().cpu()
         self._val_count += self.count_targets(batch).cpu()
 
     def on_validation_epoch_end(self) -> None:
@@ -139,20 +182,6 @@ class Model(pl.LightningModule):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Does nothing: Lightning zeroes between forward and backward, the strategy before the step."""
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clips by the global norm over all ranks, and notes the norm."""
-        strategy: Any = self.trainer.strategy
-        self.step_metrics["train/grad_norm"] = strategy.clip_grad_norm(gradient_clip_val)
-        self.step_metrics["train/lr"] = float(optimizer.param_groups[0]["lr"])
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what the weights mean nothing without: files of the data module and of the model."""
         datamodule = getattr(self.trainer, "datamodule", None)
@@ -164,3 +193,7 @@ class Model(pl.LightningModule):
     def artefacts(self) -> dict[str, bytes]:
         """Files that belong into every checkpoint of this model (its shape), name -> content."""
         return {}
+
+
+# Lightning looks for batch_idx in this signature before every step; kept here, that costs a tenth.
+Model.training_step.__signature__ = inspect.signature(Model.training_step)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 logger = logging.getLogger(__name__)
 
-PrecisionName = Literal["fp32", "bf16-mixed", "fp16-mixed"]
+PrecisionName = Literal["fp32", "bf16-mixed", "fp16-mixed", "fp8-mixed"]
 
 
 def has_fast_bf16(device_type: str) -> bool:
@@ -29,11 +29,18 @@ def build_precision(name: PrecisionName, device_type: str) -> Precision:
     Weights and optimizer state stay in FP32; ``fp16-mixed`` scales the loss dynamically.
 
     Args:
-        name: ``fp32``, ``bf16-mixed`` or ``fp16-mixed``.
+        name: ``fp32``, ``bf16-mixed``, ``fp16-mixed`` or ``fp8-mixed``.
         device_type: ``cpu``, ``cuda`` or ``mps``.
+
+    Raises:
+        ConfigError: ``fp8-mixed`` on hardware that has no FP8.
     """
     if name == "fp32":
         return Precision()
+    if name == "fp8-mixed":
+        from nemo_like.core.float8 import Float8Precision
+
+        return Float8Precision(device_type)
     if device_type == "cpu" and (name == "fp16-mixed" or not has_fast_bf16("cpu")):
         logger.warning(
             "%s on this CPU, which has no units for it: a step will take about ten times as long as in fp32 "

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +15,8 @@ from nemo_like.core.build import build
 from nemo_like.core.compose import SCHEMA_KEY, Composed, compose
 from nemo_like.core.console import process_rank, setup_logging
 from nemo_like.core.errors import ConfigError, NemoLikeError
-from nemo_like.core.launch import agree
+from nemo_like.core.launch import agree, find_launch_faults
+from nemo_like.core.schema import load_class
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,8 +49,8 @@ def main(config_name: str = "pretrain", argv: Sequence[str] | None = None) -> No
         argv: Overrides; None takes those of the process.
     """
     setup_logging()
-    agree("START_TIME", time.strftime("%Y-%m-%d_%H-%M-%S"))
     try:
+        agree("START_TIME", time.strftime("%Y-%m-%d_%H-%M-%S"))
         train(compose(config_name, sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         for fault in error.faults:
@@ -70,6 +72,11 @@ def train(composed: Composed) -> pl.Trainer | None:
         ConfigError: A value that only the finished objects can judge (vocabulary against tokenizer).
     """
     config: RunConfig = composed.config
+    faults = [
+        *find_launch_faults(devices=config.trainer.devices, num_nodes=config.trainer.num_nodes)
+    ]
+    if faults:
+        raise ConfigError(faults)
     run_dir = choose_run_dir(Path(config.run_dir), resume=config.resume)
     checkpoint = _newest_checkpoint(run_dir, config, composed.tree)
     if checkpoint is not None and _step_of(checkpoint) >= config.trainer.max_steps:
@@ -81,13 +88,39 @@ def train(composed: Composed) -> pl.Trainer | None:
         return None
     if checkpoint is not None:
         logger.info("continuing %s from %s", run_dir, checkpoint.name)
-    composed = composed.replace_run_dir(run_dir)
+    composed = choose_strategy(composed.replace_run_dir(run_dir))
     config = composed.config
     if process_rank() == 0:
         _write_atomically(run_dir / "config.yaml", composed.yaml)
     trainer, model, datamodule = build_run(config, run_dir)
     trainer.fit(model, datamodule=datamodule, ckpt_path=checkpoint)
     return trainer
+
+
+def choose_strategy(composed: Composed) -> Composed:
+    """The same run with its strategy decided, where it is one that chooses (``strategy=auto``); alike on all ranks.
+
+    A strategy chooses if its class has ``resolve(config, devices=, devices_per_node=, device_memory_bytes=)``, which
+    gives the component to build in its place.
+    """
+    config: RunConfig = composed.config
+    resolve = getattr(load_class(config.strategy["_target_"]), "resolve", None)
+    if resolve is None:
+        return composed
+    import torch
+
+    devices: Any = config.trainer.devices
+    has_gpus = config.trainer.accelerator != "cpu" and torch.cuda.is_available()
+    if devices == "auto":
+        devices = torch.cuda.device_count() if has_gpus else 1
+    memory = torch.cuda.get_device_properties(0).total_memory if has_gpus else None
+    component = resolve(
+        config,
+        devices=devices * config.trainer.num_nodes,
+        devices_per_node=devices,
+        device_memory_bytes=memory,
+    )
+    return composed.replace_strategy(json.loads(agree("STRATEGY", json.dumps(component))))
 
 
 def build_run(config: RunConfig, run_dir: Path) -> tuple[pl.Trainer, Any, Any]:
@@ -97,20 +130,14 @@ def build_run(config: RunConfig, run_dir: Path) -> tuple[pl.Trainer, Any, Any]:
 
     from nemo_like.core.console import quiet_lightning
     from nemo_like.core.precision import build_precision
-    from nemo_like.core.seed import derive_seed, seed_all
 
     quiet_lightning()
     if config.trainer.threads is not None:
         torch.set_num_threads(config.trainer.threads)
     allow = config.allow_targets
-    # Weights are drawn alike on all ranks; training steps seed themselves.
-    seed_all(derive_seed(config.seed, 0))
-    model = build(config.model, path="model", allow=allow)
-    model.optim = build(config.optim, path="optim", allow=allow)
-    model.schedule = build(config.schedule, path="schedule", allow=allow)
-    model.seed = config.seed
-    datamodule = build(config.data, path="data", allow=allow)
     strategy = build(config.strategy, path="strategy", allow=allow)
+    model = _build_model(config, strategy)
+    datamodule = build(config.data, path="data", allow=allow)
     callbacks = [
         build(node, path=f"callbacks.{name}", allow=allow)
         for name, node in config.callbacks.items()
@@ -133,7 +160,6 @@ def build_run(config: RunConfig, run_dir: Path) -> tuple[pl.Trainer, Any, Any]:
         plugins=[build_precision(options.precision, "cuda" if accelerator == "gpu" else "cpu")],
         max_steps=options.max_steps,
         max_epochs=-1,
-        gradient_clip_val=options.gradient_clip_norm,
         log_every_n_steps=options.log_every_n_steps,
         check_val_every_n_epoch=None,
         val_check_interval=options.val_every_n_steps or options.max_steps,
@@ -150,6 +176,25 @@ def build_run(config: RunConfig, run_dir: Path) -> tuple[pl.Trainer, Any, Any]:
         enable_model_summary=False,
     )
     return trainer, model, datamodule
+
+
+def _build_model(config: RunConfig, strategy: Any) -> Any:
+    import torch
+
+    from nemo_like.core.seed import derive_seed, seed_all
+
+    # Weights are drawn alike on all ranks; training steps seed themselves.
+    seed_all(derive_seed(config.seed, 0))
+    model_class: Any = load_class(config.model["_target_"])
+    # Where no rank can hold all weights, none are made: the strategy has each rank draw its part.
+    is_empty = getattr(strategy, "fills_weights", False) and model_class.can_start_empty
+    with torch.device("meta") if is_empty else nullcontext():
+        model = build(config.model, path="model", allow=config.allow_targets)
+    model.optim = build(config.optim, path="optim", allow=config.allow_targets)
+    model.schedule = build(config.schedule, path="schedule", allow=config.allow_targets)
+    model.seed = config.seed
+    model.gradient_clip_norm = config.trainer.gradient_clip_norm
+    return model
 
 
 def choose_run_dir(wanted: Path, *, resume: str) -> Path:

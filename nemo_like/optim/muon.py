@@ -63,6 +63,24 @@ def _batch_by_shape(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             yield same[start : start + size]
 
 
+def _gather(matrix: Tensor) -> Tensor:
+    """A matrix that is cut over ranks, whole: only whole ones can be made orthogonal."""
+    # Asked by the method, because importing the class would take longer than all of this module.
+    whole: Tensor = matrix.full_tensor() if hasattr(matrix, "full_tensor") else matrix
+    return whole
+
+
+def _cut_like(parameter: Tensor, matrix: Tensor) -> Tensor:
+    """This rank's slice of a whole matrix, if the parameter is cut over ranks; all ranks computed the same."""
+    if not hasattr(parameter, "full_tensor"):
+        return matrix
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(matrix.contiguous(), mesh, placements, src_data_rank=None)
+
+
 class MuonOptimizer(torch.optim.Optimizer):
     """Muon and AdamW in one; each group says by ``algorithm`` which of the two it gets.
 
@@ -116,6 +134,7 @@ class MuonOptimizer(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(gradient)
             buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
             update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+            update = _gather(update)
             updates.append(update if update.size(0) <= update.size(1) else update.mT)
         updates_NRC = orthogonalize(
             torch.stack(updates), steps=group["ns_steps"], dtype=_choose_dtype(parameters[0])
@@ -124,7 +143,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             rows, columns = parameter.shape
             adjusted_lr = _adjust_lr(lr, group["adjust_lr_fn"], rows, columns)
             parameter.mul_(1 - lr * group["weight_decay"])
-            parameter.add_(update if rows <= columns else update.mT, alpha=-adjusted_lr)
+            update = update if rows <= columns else update.mT
+            parameter.add_(_cut_like(parameter, update), alpha=-adjusted_lr)
 
     def _step_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Moves parameters by torch's own AdamW, of which this keeps the state."""

@@ -8,7 +8,7 @@ the run from an exact position, so all that Lightning has to know is the number 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,29 @@ def collect_optimizer_tensors(optimizer: Optimizer, module: nn.Module) -> dict[s
     return tensors
 
 
-def restore_optimizer(optimizer: Optimizer, module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fills the state of an optimizer; hyper-parameters stay those of the configuration."""
+def restore_optimizer(
+    optimizer: Optimizer,
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    elsewhere: Collection[str] = (),
+) -> None:
+    """Fills the state of an optimizer; hyper-parameters stay those of the configuration.
+
+    Args:
+        optimizer: Over the parameters of ``module``.
+        module: Its names are those of the checkpoint.
+        checkpoint: Opened.
+        elsewhere: Parameters that lie on other processes only, as pipeline stages.
+    """
     parameters = dict(module.named_parameters())
     tensors: dict[str, Tensor] = {}
+    others = []
     for full_name in checkpoint.tensor_names("optimizer"):
         name, _, key = full_name.rpartition("/")
+        if name in elsewhere:
+            others.append(full_name)
+            continue
         parameter = parameters.get(name)
         # Adam's step counter is a scalar; every other state has the shape of its parameter.
         like = torch.zeros(()) if key == "step" else parameter
@@ -70,7 +87,7 @@ def restore_optimizer(optimizer: Optimizer, module: nn.Module, checkpoint: Check
             tensors[full_name] = torch.zeros_like(like, requires_grad=False)
     if not tensors:
         return
-    checkpoint.load_tensors("optimizer", tensors)
+    checkpoint.load_tensors("optimizer", tensors, elsewhere=others)
     index_of = {
         parameter: index
         for index, parameter in enumerate(
@@ -87,9 +104,20 @@ def restore_optimizer(optimizer: Optimizer, module: nn.Module, checkpoint: Check
 
 
 def save_run(
-    checkpoint: Mapping[str, Any], folder: Path, *, module: Model, optimizer: Optimizer
+    checkpoint: Mapping[str, Any],
+    folder: Path,
+    *,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
 ) -> None:
-    """Writes what Lightning collected as a checkpoint folder; every rank calls it."""
+    """Writes what Lightning collected as a checkpoint folder; every rank calls it.
+
+    Args:
+        checkpoint: Lightning's dict.
+        folder: Where to.
+        model: This rank's part of the weights by canonical name.
+        optimizer: This rank's part of the optimizer state.
+    """
     state = {
         "step": int(checkpoint["global_step"]),
         "nemo_like_version": nemo_like.__version__,
@@ -98,8 +126,8 @@ def save_run(
     }
     save_checkpoint(
         folder,
-        model=module.state_dict(),
-        optimizer=collect_optimizer_tensors(optimizer, module),
+        model=model,
+        optimizer=optimizer,
         state=state,
         files=checkpoint.get("files", {}),
     )
@@ -118,21 +146,18 @@ def load_run(folder: Path) -> dict[str, Any]:
     }
 
 
-def restore_model(loaded: Mapping[str, Any], module: Model) -> None:
-    """Fills the weights in place, strictly."""
+def checkpoint_of(loaded: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint that :func:`load_run` opened."""
     checkpoint: Checkpoint = loaded[_CHECKPOINT]
-    # The tensors of a state dict are those of the module, so filling them is loading.
-    checkpoint.load_tensors("model", module.state_dict())
+    return checkpoint
 
 
-def restore_progress(loaded: Mapping[str, Any], module: Model, optimizer: Optimizer) -> None:
-    """Fills optimizer state, step counters and learning rates; nothing of the data, which is a position."""
-    checkpoint: Checkpoint = loaded[_CHECKPOINT]
+def restore_progress(checkpoint: Checkpoint, module: Model) -> None:
+    """Sets step counters and learning rates; nothing of the data, which is a position."""
     trainer = module.trainer
-    restore_optimizer(optimizer, module, checkpoint)
     step = checkpoint.step
     epoch_loop = trainer.fit_loop.epoch_loop
-    optimizer_step = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    optimizer_step = epoch_loop.manual_optimization.optim_step_progress.total
     optimizer_step.ready = optimizer_step.completed = step
     batches = epoch_loop.batch_progress
     batches.load_state_dict(

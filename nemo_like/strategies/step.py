@@ -52,28 +52,47 @@ def run_step(
     if model.seed is not None:
         seed_step(model.seed, model.trainer.global_step, rank)
     micro_batches = batch.micro_batches
-    targets = torch.stack([model.count_targets(micro_batch) for micro_batch in micro_batches]).sum()
-    units = sum(model.count_units(micro_batch) for micro_batch in micro_batches)
-    counts = torch.stack([targets.to(device), torch.tensor(units, device=device)])
-    if size > 1:
-        dist.all_reduce(counts, group=group)
-    # A step in which nothing is a target has loss 0 and gradient 0, not nan.
-    num_targets = counts[0].clamp(min=1)
+    num_targets, units = count_step(model, batch, size=size, group=group, device=device)
     # Averaging over ranks, which data parallelism does, must not divide a sum that is divided already.
-    scale = size / num_targets.double()
-    total = torch.zeros((), device=device, dtype=torch.float64)
+    scale = size / num_targets
+    total: Tensor | None = None
     for index, micro_batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         with nullcontext() if is_last else without_sync():
             with precision.train_step_context():
                 loss_sum = compute_loss_sum(micro_batch)
-            loss = precision.pre_backward((loss_sum * scale).to(loss_sum.dtype), model)
-            precision.backward(loss, model, None)
-        total += loss_sum.detach()
+            precision.backward(precision.pre_backward(loss_sum * scale, model), model, None)
+        part = loss_sum.detach().double()
+        total = part if total is None else total + part
+    assert total is not None, "a step has at least one micro-batch"
     if size > 1:
         dist.all_reduce(total, group=group)
     mean = (total / num_targets).float()
     model.step_metrics["train/loss"] = mean
-    # Every rank pads to the same shapes, so counting here needs no further communication.
-    model.step_metrics["train/units"] = counts[1]
+    model.step_metrics["train/units"] = units
     return mean
+
+
+def count_step(
+    model: Model,
+    batch: StepBatch,
+    *,
+    size: int,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor | float]:
+    """Counts the targets and the units (tokens, frames) of a step over all data-parallel ranks.
+
+    Returns:
+        The targets, float32, at least 1, so that a step in which nothing is a target has loss 0 and not nan; and
+        the units.
+    """
+    targets = model.count_targets(batch.micro_batches[0])
+    for micro_batch in batch.micro_batches[1:]:
+        targets = targets + model.count_targets(micro_batch)
+    units = sum(model.count_units(micro_batch) for micro_batch in batch.micro_batches)
+    if size == 1:
+        return targets.to(device).clamp(min=1).float(), units
+    counts = torch.stack([targets.to(device), torch.tensor(units, device=device)])
+    dist.all_reduce(counts, group=group)
+    return counts[0].clamp(min=1).float(), counts[1]

@@ -86,6 +86,7 @@ def fit_toy(
             Recorder(),
         )
         model.optim, model.seed, model.schedule = FusedAdamW(), 3, lambda step: 1 / (1 + step)
+        model.gradient_clip_norm = 0.5
         callbacks: list[pl.Callback] = [recorder]
         if folder is not None:
             callbacks.append(
@@ -98,9 +99,8 @@ def fit_toy(
             plugins=[build_precision(precision, "cpu")],
             max_steps=steps,
             max_epochs=-1,
-            gradient_clip_val=0.5,
             callbacks=callbacks,
-            **{**_QUIET, **trainer_options},
+            **{**QUIET, **trainer_options},
         )
         trainer.fit(model, datamodule=data, ckpt_path=resume)
     return {
@@ -116,7 +116,7 @@ def fit_toy(
     }
 
 
-_QUIET: dict[str, Any] = {
+QUIET: dict[str, Any] = {
     "logger": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
@@ -128,3 +128,4 @@ _QUIET: dict[str, Any] = {
     "num_sanity_val_steps": 0,
     "default_root_dir": "/nonexistent",
 }
+"""Options of Lightning's Trainer: nothing but the steps."""

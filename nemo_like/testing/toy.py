@@ -118,9 +118,10 @@ class ToyDataModule(DataModule):
         return _Steps(self)
 
     def val_dataloader(self) -> Any:
-        """All samples in pairs, the same on every rank."""
-        pairs = [[i, i + 1] for i in range(0, self.num_samples - 1, 2)]
+        """All samples in pairs; where they do not divide, some ranks get a blank one, so that all do the same."""
+        pairs: list[list[int]] = [[i, i + 1] for i in range(0, self.num_samples - 1, 2)]
         share = self.data_parallel
+        pairs += [[]] * (-len(pairs) % share.data_parallel_size)
         return DataLoader(
             pairs[share.data_parallel_rank :: share.data_parallel_size],  # type: ignore[arg-type]
             batch_size=None,

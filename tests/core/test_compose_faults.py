@@ -119,7 +119,7 @@ def test_an_unknown_key_with_a_plus_is_still_unknown(folder: Path) -> None:
         ("trainer.gradient_clip_norm=true", "trainer.gradient_clip_norm=true: must be a number or null"),
         ("trainer.gradient_clip_norm=big", "trainer.gradient_clip_norm='big': must be a number or null"),
         ("trainer.precision=bf16",
-         "trainer.precision='bf16': must be one of fp32, bf16-mixed, fp16-mixed; did you mean 'bf16-mixed'"),
+         "trainer.precision='bf16': must be one of fp32, bf16-mixed, fp16-mixed, fp8-mixed; did you mean 'bf16-mixed'"),
         ("trainer.devices=aut", "trainer.devices='aut': must be a whole number or one of auto; did you mean 'auto'"),
         ("resume=Never", "resume='Never': must be one of auto, never; did you mean 'never'"),
         ("optim.betas=0.9", "optim.betas=0.9: must be a list (each a number)"),
@@ -293,6 +293,16 @@ def test_names_that_no_file_can_have(folder: Path) -> None:
 def test_a_component_needs_a_target(folder: Path) -> None:
     write(folder, "llm/tiny", RUN.replace("  _target_: nemo_like.optim.AdamW\n", ""))
     assert fault() == "conf/llm/tiny.yaml:15: data._target_: is required: the class to build"
+
+
+def test_a_broken_file_that_an_interpolation_chooses_is_told_with_its_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTION", "adamw")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "adamw.yaml").write_text("seed: [1")
+    write(folder, "llm/other", RUN + "defaults:\n  - /mine: ${oc.env:OPTION}\n  - _self_\n")
+    assert fault(run="+conf=llm/other").startswith("mine/adamw.yaml:1: is not YAML: ")
 
 
 def test_hydras_own_keys_in_a_component_are_refused(folder: Path) -> None:

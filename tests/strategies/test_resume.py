@@ -13,7 +13,6 @@ from nemo_like.core.checkpoint import open_checkpoint
 from nemo_like.core.errors import CheckpointError
 from nemo_like.strategies.resume import (
     collect_optimizer_tensors,
-    load_run,
     restore_optimizer,
     restore_progress,
 )
@@ -59,9 +58,7 @@ def test_a_schedule_that_is_no_function_of_the_step_is_refused(tmp_path: Path) -
     step = SimpleNamespace(total=SimpleNamespace())
     epoch_loop = SimpleNamespace(
         batch_progress=counters,
-        automatic_optimization=SimpleNamespace(
-            optim_progress=SimpleNamespace(optimizer=SimpleNamespace(step=step))
-        ),
+        manual_optimization=SimpleNamespace(optim_step_progress=step),
     )
     config = SimpleNamespace(scheduler=ReduceLROnPlateau(optimizer))
     model.trainer = SimpleNamespace(  # type: ignore[assignment]
@@ -69,4 +66,4 @@ def test_a_schedule_that_is_no_function_of_the_step_is_refused(tmp_path: Path) -
         strategy=SimpleNamespace(lr_scheduler_configs=[config]),
     )
     with pytest.raises(CheckpointError, match="ReduceLROnPlateau: only schedules"):
-        restore_progress(load_run(tmp_path / "step_00000002"), model, optimizer)
+        restore_progress(open_checkpoint(tmp_path / "step_00000002"), model)

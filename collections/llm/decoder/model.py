@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +30,8 @@ from .network import DecoderNetwork
 logger = logging.getLogger(__name__)
 
 _SHAPE_FILE = "network.json"
+_LARGEST_SUMMARY_BYTES = 8 * 2**30
+"""A model that is spread over ranks is put together for its summary only up to this size."""
 _AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -51,6 +53,7 @@ class DecoderModel(Model):
     """
 
     unit = "tokens"
+    can_start_empty = True
 
     def __init__(
         self,
@@ -69,15 +72,33 @@ class DecoderModel(Model):
             )
         self.shape = shape
         self.network = DecoderNetwork(shape)
-        if loaded is not None:
-            try:
-                loaded.fill(self.network)
-            except RuntimeError as error:
-                raise CheckpointError(
-                    f"init_from={init_from}: does not fit network: {error}"
-                ) from error
+        self.init_from = init_from
+        if loaded is not None and not self._is_empty:
+            self._fill(self.network, loaded)
         self.tokenizer: Tokenizer | None = None
         self.sample_prompt, self.sample_tokens = sample_prompt, sample_tokens
+
+    @property
+    def _is_empty(self) -> bool:
+        return self.network.embedding.weight.is_meta
+
+    def _fill(self, network: DecoderNetwork, loaded: _Loaded) -> None:
+        try:
+            loaded.fill(network)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"init_from={self.init_from}: does not fit network: {error}"
+            ) from error
+
+    def draw_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that training starts from: drawn, or those of ``init_from``."""
+        if self.init_from is None:
+            yield from super().draw_weights()
+            return
+        network = DecoderNetwork(self.shape)
+        self._fill(network, _read_folder(Path(self.init_from)))
+        for name, tensor in network.state_dict().items():
+            yield f"network.{name}", tensor
 
     def count_targets(self, micro_batch: TextBatch) -> Tensor:
         """Positions that have a target token."""
@@ -124,10 +145,13 @@ class DecoderModel(Model):
         """Bits per byte on the held-out documents, and a sample."""
         datamodule = getattr(self.trainer, "datamodule", None)
         sections = []
+        network = self._take_whole_network()
+        if network is None:
+            return []
         if isinstance(datamodule, TextDataModule):
             assert self.tokenizer is not None
             result = evaluate_bits_per_byte(
-                self.network,
+                network,
                 self.tokenizer,
                 datamodule.held_out_documents(),
                 context=datamodule.seq_len,
@@ -138,7 +162,7 @@ class DecoderModel(Model):
             sections.append(result.to_section())
         if self.sample_tokens and self.tokenizer is not None:
             text = generate(
-                self.network,
+                network,
                 self.tokenizer,
                 self.sample_prompt,
                 max_tokens=self.sample_tokens,
@@ -148,6 +172,29 @@ class DecoderModel(Model):
             )
             sections.append(Section(title="A sample", text=self.sample_prompt + text))
         return sections
+
+    def _take_whole_network(self) -> DecoderNetwork | None:
+        """The trained network in one piece on this rank; None where it is too large for that."""
+        strategy: Any = self.trainer.strategy
+        if not strategy.spreads_weights:
+            return self.network
+        if self.shape.count_parameters() * 4 > _LARGEST_SUMMARY_BYTES:
+            logger.info(
+                "no summary of a model of this size at the end of a run: "
+                "python examples/llm/evaluate.py takes its checkpoint"
+            )
+            return None
+        weights = strategy.gather_weights()
+        network = DecoderNetwork(self.shape)
+        prefix = "network."
+        network.load_state_dict({name.removeprefix(prefix): it for name, it in weights.items()})
+        return network.to(strategy.root_device)
+
+    def build_megatron(self, context: Any) -> Any:
+        """The part of the network that lies on this rank, as Megatron-Core computes it; the strategy asks for it."""
+        from .megatron import MegatronDecoder
+
+        return MegatronDecoder(self.shape, context)
 
     def artefacts(self) -> dict[str, bytes]:
         """The shape of the network, so that a checkpoint opens without the configuration of its run."""
