@@ -107,10 +107,13 @@ def test_every_plan_goes_on_with_what_every_plan_saved(tmp_path: Path) -> None:
     assert_all_go_on(list(PLANS), tmp_path)
 
 
-@pytest.mark.slow
+# With three ranks even the order of a sum over the ranks has to be the same.
 @pytest.mark.dist
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [name for name in PLANS if name != "single"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "ddp3" else pytest.mark.slow) for name in PLANS],
+)
 def test_the_same_plan_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "runs")
     whole = run_world(PLANS[name][0], run_plan, name, {"new": None}, folder)
