@@ -161,7 +161,8 @@ class Model(pl.LightningModule):
         self.val_metrics.update(metrics)
         self._val_step = self.trainer.global_step
         for name, value in metrics.items():
-            self.log(name, value, logger=False)
+            # Of equal figures the largest is the figure itself, to the bit.
+            self.log(name, value, logger=False, sync_dist=True, reduce_fx="max")
 
     def configure_optimizers(self) -> Any:
         """Optimizer and schedule, both counted in optimizer steps."""

@@ -91,6 +91,11 @@ class StepStrategy(pl.strategies.DDPStrategy):
     # Setting up.
 
     @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights are read after :meth:`wrap_model`: a model without weights has no room for them before."""
+        return self.fills_weights
+
+    @property
     def module(self) -> Model:
         """The model, not wrapped."""
         assert isinstance(self.lightning_module, Model), "checked in connect()"

@@ -185,3 +185,18 @@ def test_two_ranks_share_one_folder_and_the_losses_of_one(small: list[str]) -> N
     two, one = read_losses(folders[0]), read_losses(Path("one"))
     assert [step for step, _ in two] == [step for step, _ in one]
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-6)
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_goes_on_under_one_strategy_after_the_other(small: list[str]) -> None:
+    small = [*small, "optim=adamw", "optim.lr=1e-3", "schedule.total_steps=6"]
+    small += ["model.network.dropout=0", "callbacks.report=null"]
+    assert pretrain([*small, "run_dir=whole"]) == 0
+    relay = ["ddp", "fsdp", "megatron", "deepspeed", "fsdp", "ddp"]
+    for step, strategy in enumerate(relay, start=1):
+        arguments = [f"strategy={strategy}", f"trainer.max_steps={step}", "run_dir=relay"]
+        assert pretrain([*small, *arguments, "trainer.val_every_n_steps=null"]) == 0
+    whole, parts = read_losses(Path("whole")), read_losses(Path("relay"))
+    assert [step for step, _ in parts] == [1, 2, 3, 4, 5, 6]
+    assert [loss for _, loss in parts] == pytest.approx([loss for _, loss in whole], rel=2e-5)

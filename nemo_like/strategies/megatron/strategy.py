@@ -69,8 +69,6 @@ class MegatronStrategy(StepStrategy):
 
     spreads_weights = True
     fills_weights = True
-    # The slices that a checkpoint fills exist only once the model is spread.
-    restore_checkpoint_after_setup = True
 
     def __init__(
         self,
