@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from .decoder.convert import (
     config_to_hf,
     state_from_hf,
     state_to_hf,
+    to_hf_name,
 )
 
 WEIGHTS = "model.safetensors"
@@ -116,6 +117,7 @@ def save_hf_folder(
     eos_token_id: int | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    read: Callable[[Sequence[str]], Mapping[str, Tensor]] | None = None,
 ) -> Path:
     """Writes a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` open.
 
@@ -130,6 +132,8 @@ def save_hf_folder(
         eos_token_id: Token that ends a document, at which generation stops.
         dtype: Type of the written weights; None keeps each as it is.
         max_shard_bytes: Weights beyond this size are cut into several files.
+        read: Gives weights by our names when their file is written, so that ``state`` may be on the meta device; None
+            takes those of ``state``.
 
     Returns:
         The folder.
@@ -159,7 +163,13 @@ def save_hf_folder(
     try:
         for name, content in files.items():
             (partial / name).write_bytes(content)
-        _save_weights(partial, hf_state, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        _save_weights(
+            partial,
+            state,
+            read=read or (lambda names: {name: state[name] for name in names}),
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+        )
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial)
@@ -190,7 +200,12 @@ def _build_tokenizer_config(
 
 
 def _save_weights(
-    folder: Path, state: Mapping[str, Tensor], *, dtype: torch.dtype | None, max_shard_bytes: int
+    folder: Path,
+    state: Mapping[str, Tensor],
+    *,
+    read: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
 ) -> None:
     from safetensors.torch import save_file
 
@@ -211,12 +226,15 @@ def _save_weights(
         file = (
             WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         )
-        # One shard at a time in the new type, so that a large model is never held twice.
-        tensors = {name: state[name].detach().to("cpu", dtype).contiguous() for name in names}
+        # One shard at a time, so that a large model is never held twice, or at all.
+        tensors = {
+            to_hf_name(name): tensor.detach().to("cpu", dtype).contiguous()
+            for name, tensor in read(names).items()
+        }
         save_file(tensors, folder / file, metadata={"format": "pt"})
         # safetensors makes files that only their owner can read; they get the mode of any other file.
         (folder / file).chmod(mode)
-        weight_map |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         total = sum(count_bytes(tensor) for tensor in state.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

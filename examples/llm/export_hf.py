@@ -24,20 +24,25 @@ def main() -> None:
 
     import torch
 
-    from nemo_like.collections.llm.decoder.model import DecoderModel
+    from nemo_like.collections.llm.decoder.model import open_source
+    from nemo_like.collections.llm.decoder.network import DecoderNetwork
     from nemo_like.collections.llm.hf_folder import save_hf_folder
 
     try:
-        model = DecoderModel.load(arguments.model)
-        tokenizer = model.tokenizer
+        source = open_source(arguments.model)
+        tokenizer = source.tokenizer
+        # Names and shapes; the weights are read file by file.
+        with torch.device("meta"):
+            state = DecoderNetwork(source.shape).state_dict()
         folder = save_hf_folder(
             arguments.folder,
-            model.shape,
-            model.network.state_dict(),
+            source.shape,
+            state,
             tokenizer_files=tokenizer.to_bytes() if tokenizer else None,
             bos_token_id=tokenizer.bos_id if tokenizer else None,
             eos_token_id=tokenizer.eos_id if tokenizer else None,
             dtype=getattr(torch, arguments.dtype),
+            read=source.read,
         )
     except NemoLikeError as error:
         sys.exit(f"error: {error}")

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,30 @@ class Checkpoint:
             .read_metadata()
             .state_dict_metadata
         )
+
+    def read_tensors(self, part: str, names: Sequence[str]) -> dict[str, Tensor]:
+        """Reads some tensors, whole, on the CPU.
+
+        Args:
+            part: ``model`` or ``optimizer``.
+            names: Which.
+
+        Raises:
+            CheckpointError: There is no tensor of a name.
+        """
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        reader = HuggingFaceStorageReader(path=str(self.folder / part))
+        found: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+        missing = sorted(set(names) - found.keys())
+        if missing:
+            raise CheckpointError(f"{self.folder / part}: has no such tensors", missing=missing)
+        tensors = {
+            name: torch.empty(found[name].size, dtype=found[name].properties.dtype)
+            for name in names
+        }
+        self.load_tensors(part, tensors, elsewhere=found.keys())
+        return tensors
 
     def load_tensors(
         self, part: str, tensors: dict[str, Tensor], *, elsewhere: Collection[str] = ()

@@ -48,6 +48,16 @@ def test_what_was_saved_comes_back_bit_for_bit(saved: Path) -> None:
             assert torch.equal(loaded[name], tensor)
 
 
+def test_some_tensors_are_read_without_the_others(saved: Path) -> None:
+    checkpoint = open_checkpoint(saved)
+    read = checkpoint.read_tensors("model", ["network.bias"])
+    assert list(read) == ["network.bias"]
+    assert torch.equal(read["network.bias"], WEIGHTS["network.bias"])
+    with pytest.raises(CheckpointError, match="model: has no such tensors") as caught:
+        checkpoint.read_tensors("model", ["network.bias", "network.bais"])
+    assert caught.value.missing == ["network.bais"]
+
+
 def test_nothing_is_left_of_a_save_but_the_folder(saved: Path) -> None:
     assert [path.name for path in saved.parent.iterdir()] == ["step_00000007"]
     assert find_checkpoints(saved.parent) == [saved]

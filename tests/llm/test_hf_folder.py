@@ -87,6 +87,24 @@ def test_a_folder_comes_back_as_it_was_written(tmp_path, max_shard_bytes):
     assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
+def test_weights_are_read_file_by_file(tmp_path):
+    state = make_state()
+    asked = []
+
+    def read(names):
+        asked.append(list(names))
+        return {name: state[name] for name in names}
+
+    empty = {name: tensor.to("meta") for name, tensor in state.items()}
+    save_hf_folder(tmp_path / "model", SHAPE, empty, max_shard_bytes=10_000, read=read)
+    assert len(asked) > 1
+    assert [name for names in asked for name in names] == list(state)
+    sizes = [sum(state[name].nbytes for name in names) for names in asked]
+    assert all(size <= 10_000 or len(names) == 1 for size, names in zip(sizes, asked, strict=True))
+    _, back = load_hf_folder(tmp_path / "model")
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
 def test_we_open_what_transformers_writes(tmp_path):
     transformers = require("transformers")
     config = transformers.Qwen3Config(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,7 +64,7 @@ class DecoderModel(Model):
         sample_tokens: int = 0,
     ) -> None:
         super().__init__()
-        loaded = None if init_from is None else _read_folder(Path(init_from))
+        loaded = None if init_from is None else open_source(Path(init_from))
         shape = network or (loaded.shape if loaded else None)
         if shape is None:
             raise ConfigError(
@@ -82,7 +82,7 @@ class DecoderModel(Model):
     def _is_empty(self) -> bool:
         return self.network.embedding.weight.is_meta
 
-    def _fill(self, network: DecoderNetwork, loaded: _Loaded) -> None:
+    def _fill(self, network: DecoderNetwork, loaded: DecoderSource) -> None:
         try:
             loaded.fill(network)
         except RuntimeError as error:
@@ -96,7 +96,7 @@ class DecoderModel(Model):
             yield from super().draw_weights()
             return
         network = DecoderNetwork(self.shape)
-        self._fill(network, _read_folder(Path(self.init_from)))
+        self._fill(network, open_source(Path(self.init_from)))
         for name, tensor in network.state_dict().items():
             yield f"network.{name}", tensor
 
@@ -212,7 +212,7 @@ class DecoderModel(Model):
         Raises:
             CheckpointError: It is neither, or its names or shapes do not fit.
         """
-        loaded = _read_folder(Path(folder))
+        loaded = open_source(Path(folder))
         model = cls(network=loaded.shape, **options)
         loaded.fill(model.network)
         model.tokenizer = loaded.tokenizer
@@ -220,21 +220,32 @@ class DecoderModel(Model):
 
 
 @dataclasses.dataclass
-class _Loaded:
-    """What a folder holds: shape, tokenizer, and a way to its weights."""
+class DecoderSource:
+    """What a folder holds: shape, tokenizer, and ways to its weights."""
 
     shape: DecoderConfig
     tokenizer: Tokenizer | None
     fill: Callable[[DecoderNetwork], Any]
     """Fills a network of this shape in place."""
+    read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    """Reads some of the weights, by the names of the network, so that a large model need not be in memory at once."""
 
 
-def _read_folder(folder: Path) -> _Loaded:
-    """Opens a Hugging Face folder, a checkpoint of ours, or the newest one of a run folder."""
+def open_source(folder: Path) -> DecoderSource:
+    """Opens a Hugging Face folder, a checkpoint of ours, or the newest one of a run folder.
+
+    Raises:
+        CheckpointError: It is none of them.
+    """
     if (folder / "config.json").is_file():
         shape, state = load_hf_folder(folder)
         tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
-        return _Loaded(shape, tokenizer, lambda network: network.load_state_dict(state))
+        return DecoderSource(
+            shape,
+            tokenizer,
+            fill=lambda network: network.load_state_dict(state),
+            read=lambda names: {name: state[name] for name in names},
+        )
     if (folder / "checkpoints").is_dir():
         saved = find_checkpoints(folder / "checkpoints")
         if not saved:
@@ -249,5 +260,9 @@ def _read_folder(folder: Path) -> _Loaded:
         state = {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
         checkpoint.load_tensors("model", state)
 
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        tensors = checkpoint.read_tensors("model", [f"network.{name}" for name in names])
+        return {name.removeprefix("network."): tensor for name, tensor in tensors.items()}
+
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
-    return _Loaded(DecoderConfig(**values), tokenizer, fill)
+    return DecoderSource(DecoderConfig(**values), tokenizer, fill, read)
