@@ -152,6 +152,8 @@ def build_run(config: RunConfig, run_dir: Path) -> tuple[pl.Trainer, Any, Any]:
     accelerator = options.accelerator
     if accelerator == "auto":
         accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+    if accelerator == "gpu":
+        _check_gpus(options.devices, torch.cuda.device_count())
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=options.devices,
@@ -176,6 +178,21 @@ def build_run(config: RunConfig, run_dir: Path) -> tuple[pl.Trainer, Any, Any]:
         enable_model_summary=False,
     )
     return trainer, model, datamodule
+
+
+def _check_gpus(wanted: int | str, there: int) -> None:
+    """Refuses what no process could get."""
+    if there == 0:
+        raise ConfigError(
+            ["trainer.accelerator=gpu: this machine has no GPU; set trainer.accelerator=cpu"]
+        )
+    if isinstance(wanted, int) and wanted > there:
+        raise ConfigError(
+            [
+                f"trainer.devices={wanted}: this machine has {there} GPUs; set at most that many, or "
+                "trainer.accelerator=cpu, where any number of processes runs"
+            ]
+        )
 
 
 def _build_model(config: RunConfig, strategy: Any) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from nemo_like.core.compose import compose
-from nemo_like.core.run import _warn_of_changes
+from nemo_like.core.errors import ConfigError
+from nemo_like.core.run import _check_gpus, _warn_of_changes
 
 
 def test_changed_settings_are_named_and_nothing_else(
@@ -34,3 +35,12 @@ def test_a_run_without_a_saved_configuration_has_nothing_to_compare(
     with caplog.at_level(logging.WARNING, logger="nemo_like"):
         _warn_of_changes(tmp_path / "config.yaml", {"seed": 1})
     assert caplog.messages == []
+
+
+def test_more_processes_than_gpus_are_refused() -> None:
+    _check_gpus(4, 4)
+    _check_gpus("auto", 1)
+    with pytest.raises(ConfigError, match=r"trainer\.devices=8: this machine has 4 GPUs"):
+        _check_gpus(8, 4)
+    with pytest.raises(ConfigError, match="accelerator=gpu: this machine has no GPU"):
+        _check_gpus("auto", 0)

@@ -19,7 +19,7 @@ from nemo_like.core.checkpoint import open_checkpoint
 from nemo_like.core.errors import ConfigError
 from nemo_like.optim import AdamW
 from nemo_like.strategies import DDPStrategy, MegatronStrategy
-from nemo_like.testing.numerics import assert_close
+from nemo_like.testing.numerics import TOLERANCE, assert_close
 from nemo_like.testing.world import run_world
 
 TP: dict[str, Any] = {"tensor_parallel": 2}
@@ -139,6 +139,18 @@ def test_two_ranks_are_the_single_process(name: str) -> None:
 def test_four_ranks_are_the_single_process(name: str) -> None:
     for run in run_all(4)[name]:
         assert_same_run(run, alone(FOUR[name][1]))
+
+
+@pytest.mark.dist
+def test_bf16_is_close_to_bf16_in_a_single_process() -> None:
+    options = {"precision": "bf16-mixed", "steps": 5}
+    expected = train(DDPStrategy(micro_batch_size=2), 1, options)
+    for cases in run_world(2, train_rank, 2, [(SP, options), (PP, options)]):
+        for run in cases:
+            for key in ("loss", "grad_norm"):
+                assert_close(
+                    figures(run, key), figures(expected, key), tolerance=TOLERANCE[torch.bfloat16]
+                )
 
 
 def train_on_unclean_memory() -> dict[str, Any]:
