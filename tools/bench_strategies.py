@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 
 import nemo_like.strategies
 from nemo_like.collections.llm.testing import rehearse
+from nemo_like.optim import AdamW
 from nemo_like.testing.world import run_world
 
 # Ranks, strategy, options.
@@ -78,6 +79,7 @@ def run_plan(name: str, steps: int) -> dict[str, float]:
         devices=ranks,
         steps=steps,
         network=SHAPE,
+        optim=AdamW(lr=1e-3),
         packed=False,
         num_samples=64,
         callbacks=[clock],

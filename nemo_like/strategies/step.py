@@ -65,6 +65,31 @@ def run_step(
         part = loss_sum.detach().double()
         total = part if total is None else total + part
     assert total is not None, "a step has at least one micro-batch"
+    return note_step(model, total, num_targets, units, size=size, group=group)
+
+
+def note_step(
+    model: Model,
+    total: Tensor,
+    num_targets: Tensor,
+    units: Tensor | float,
+    *,
+    size: int,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Makes the mean loss of a step known.
+
+    Args:
+        model: Its ``step_metrics`` are filled.
+        total: The sum of the loss over the targets of this rank; float64.
+        num_targets: Over all ranks, as :func:`count_step` gives them.
+        units: Likewise.
+        size: How many data-parallel processes there are.
+        group: Their process group.
+
+    Returns:
+        The mean loss over all targets of all ranks; a scalar.
+    """
     if size > 1:
         dist.all_reduce(total, group=group)
     mean = (total / num_targets).float()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -215,13 +216,18 @@ class StepStrategy(pl.strategies.DDPStrategy):
         return run_step(
             self.module,
             batch,
-            precision=self.precision_plugin,
+            precision=self.step_precision,
             compute_loss_sum=self.compute_training_loss_sum,
             without_sync=self.without_sync,
             rank=self.data_parallel_rank,
             size=self.data_parallel_size,
             device=self.root_device,
         )
+
+    @property
+    def step_precision(self) -> Precision:
+        """What enters autocast, scales losses and runs backward passes."""
+        return self.precision_plugin
 
     def compute_training_loss_sum(self, micro_batch: Any) -> Tensor:
         """The loss of a micro-batch with gradient, through the wrapper if there is one."""

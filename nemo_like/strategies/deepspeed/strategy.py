@@ -32,7 +32,6 @@ from nemo_like.strategies.deepspeed.tensors import (
     read_layout,
     restore_states,
 )
-from nemo_like.strategies.step import run_step
 from nemo_like.strategies.strategy import StepStrategy
 
 logger = logging.getLogger(__name__)
@@ -216,16 +215,12 @@ class DeepSpeedStrategy(StepStrategy):
         if self._loss_scaler is not None:
             self._loss_scaler.load()
         with _keep_module_stack():
-            return run_step(
-                self.module,
-                batch,
-                precision=_EngineBackward(self._engine),
-                compute_loss_sum=self.compute_training_loss_sum,
-                without_sync=self.without_sync,
-                rank=self.data_parallel_rank,
-                size=self.data_parallel_size,
-                device=self.root_device,
-            )
+            return super().run_micro_batches(batch)
+
+    @property
+    def step_precision(self) -> Precision:
+        """The engine runs the backward pass and scales the loss; autocast is entered inside of it."""
+        return _EngineBackward(self._engine)
 
     def compute_training_loss_sum(self, micro_batch: Any) -> Tensor:
         """Runs through the engine."""

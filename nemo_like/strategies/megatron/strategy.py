@@ -20,7 +20,7 @@ from nemo_like.core.extras import require
 from nemo_like.core.float8 import Float8Precision
 from nemo_like.core.seed import derive_seed, seed_step
 from nemo_like.strategies.resume import restore_optimizer
-from nemo_like.strategies.step import count_step
+from nemo_like.strategies.step import count_step, note_step
 from nemo_like.strategies.strategy import StepStrategy
 
 from .context import MegatronContext, MegatronModel, MegatronParts
@@ -284,12 +284,7 @@ class MegatronStrategy(StepStrategy):
             )
         for it in self._slices.values():
             it.take_gradient()
-        if size > 1:
-            dist.all_reduce(total, group=group)
-        mean = (total / num_targets).float()
-        model.step_metrics["train/loss"] = mean
-        model.step_metrics["train/units"] = units
-        return mean
+        return note_step(model, total, num_targets, units, size=size, group=group)
 
     def _seed(self, seed: int, step: int) -> None:
         """Sets the generators: those of replicas and stages differ, those of tensor-parallel ranks agree."""
