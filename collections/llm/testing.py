@@ -92,7 +92,7 @@ class _WeightTaker(pl.Callback):
 
 
 def rehearse(
-    strategy: pl.strategies.Strategy,
+    strategy: pl.strategies.Strategy | str,
     *,
     devices: int = 1,
     steps: int = 10,
@@ -111,7 +111,7 @@ def rehearse(
     """Trains the tiny model for a few steps on this rank.
 
     Args:
-        strategy: One of ours.
+        strategy: One of ours, or the name of one that Lightning knows.
         devices: Ranks; more than one only inside :func:`nemo_like.testing.world.run_world`.
         steps: Of the whole run.
         optim: None is AdamW; ``"muon"`` is Muon; or a builder.

@@ -18,7 +18,7 @@ from nemo_like.collections.llm.testing import rehearse
 from nemo_like.core.checkpoint import open_checkpoint
 from nemo_like.core.errors import ConfigError
 from nemo_like.optim import AdamW
-from nemo_like.strategies import DDPStrategy, MegatronStrategy
+from nemo_like.strategies import DDPStrategy, MegatronStrategy, register
 from nemo_like.testing.numerics import TOLERANCE, assert_close
 from nemo_like.testing.world import run_world
 
@@ -164,6 +164,12 @@ def test_rows_that_fill_up_the_vocabulary_are_never_uninitialised() -> None:
     for run in run_world(2, train_on_unclean_memory):
         expected = figures(run_alone("padded"), "loss")[:2]
         assert_close(figures(run, "loss"), expected)
+
+
+def test_a_plain_trainer_takes_it_by_name() -> None:
+    register()
+    run, expected = train("nemo_megatron", 1, SHORT), run_alone("short")
+    assert_close(figures(run, "loss"), figures(expected, "loss"))
 
 
 def test_one_process_needs_no_launcher_and_leaves_nothing_behind() -> None:
