@@ -254,6 +254,7 @@ CASES = [
     make_case("ddp x 2, activations", "ddp", 2),
     make_case("fsdp x 2, weights", "fsdp", 2, size=(1, 16, 2), shape=WIDE),
     make_case("fsdp x 2, accumulating", "fsdp", 2, size=FEW, shape=WIDE),
+    make_case("fsdp x 2, whole", "fsdp", 2, size=FEW, shape=WIDE, accumulate="whole"),
     make_case("fsdp x 2, untied", "fsdp", 2, size=(1, 16, 2), shape=UNTIED),
     make_case("fsdp x 2, gradients", "fsdp", 2, size=(1, 16, 2), shape=WIDE, shard="gradients"),
     make_case("fsdp 2 x 2", "fsdp", 4, size=(1, 16, 4), shape=WIDE, replicate=2),

@@ -140,9 +140,10 @@ def _list_transfers(plan: Plan, work: Work, count: int, devices_per_node: int) -
     shards = ranks // plan.replicate
     share, in_node = (shards - 1) / shards, shards <= devices_per_node
     gathers = 2 * count if plan.shard == "full" else 1
+    sums = count if plan.accumulate == "sharded" else 1
     copies = (plan.replicate - 1) / plan.replicate
     return [
-        _Transfer(share * total * (gathers * work.compute_bytes + count * FP32), in_node, 1.0),
+        _Transfer(share * total * (gathers * work.compute_bytes + sums * FP32), in_node, 1.0),
         _Transfer(2 * copies * FP32 * total / shards, ranks <= devices_per_node, last),
     ]
 

@@ -18,7 +18,7 @@ _COMMON = ("micro_batch_size", "activation_checkpointing", "activation_offload")
 # Keys of a strategy, and what each is called in the table.
 _OWN: dict[str, tuple[str, ...]] = {
     "ddp": (),
-    "fsdp": ("shard", "replicate", "cpu_offload"),
+    "fsdp": ("shard", "accumulate", "replicate", "cpu_offload"),
     "deepspeed": ("stage", "offload_optimizer", "offload_parameters"),
     "megatron": (
         "tensor_parallel",
@@ -41,6 +41,7 @@ class Plan:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     activation_offload: bool = False
     shard: Literal["full", "gradients"] = "full"
+    accumulate: Literal["sharded", "whole"] = "sharded"
     replicate: int = 1
     cpu_offload: bool = False
     stage: Literal[1, 2, 3] = 2
@@ -73,6 +74,7 @@ class Plan:
         parts: list[str] = []
         if self.strategy == "fsdp":
             parts = [f"shard={self.shard}"] if self.shard != "full" else []
+            parts += [f"accumulate={self.accumulate}"] if self.accumulate != "sharded" else []
             parts += [f"replicate={self.replicate}"] if self.replicate > 1 else []
             parts += ["cpu_offload"] if self.cpu_offload else []
         elif self.strategy == "deepspeed":

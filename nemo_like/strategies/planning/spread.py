@@ -98,8 +98,9 @@ def _fsdp(plan: Plan, work: Work, weights: Weights) -> Spread:
     at_end = e * (weights.ends + 2 * weights.layer) + FP32 * weights.layer
     blocks = weights.layers if plan.shard == "gradients" else 2
     gathered = e * (weights.ends + (blocks + 1) * weights.layer) + FP32 * weights.layer
-    # Slices of the gradients of earlier micro-batches (``accumulate=sharded``).
-    accumulated = shard if _accumulates(plan, work) else 0
+    # Gradients of earlier micro-batches.
+    kept = FP32 * weights.total if plan.accumulate == "whole" else shard
+    accumulated = kept if _accumulates(plan, work) else 0
     device = 0 if plan.cpu_offload else 1
     return Spread(
         weights=weights,
