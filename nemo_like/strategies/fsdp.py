@@ -181,19 +181,10 @@ class FSDPStrategy(StepStrategy):
                 recurse=False,
             )
 
-    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """Clips by the norm over the slices of all ranks, copies counted once."""
-        if self._parameters is None:
-            self._parameters = list(self.module.parameters())
-        parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(
-            [parameter.grad for parameter in parameters if parameter.grad is not None]
-        )
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+    def measure_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm over the slices of all ranks, copies counted once."""
+        norm = super().measure_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def on_validation_start(self) -> None:
         """Compares the numbers of batches.

@@ -73,7 +73,6 @@ class StepStrategy(pl.strategies.DDPStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.activation_offload = activation_offload
         self._parameters: list[nn.Parameter] | None = None
-        self._position = 0
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
         super().__init__(timeout=timedelta(seconds=timeout_s), **options)
 
@@ -175,7 +174,6 @@ class StepStrategy(pl.strategies.DDPStrategy):
         self.zero_grad()
         loss = self.run_micro_batches(batch)
         self._call_hooks("on_after_backward")
-        self._position = batch.position
         model.step_metrics["train/lr"] = optimizer.param_groups[0]["lr"]
         # Through Lightning's wrapper, which counts the step and comes back to optimizer_step() below.
         model.optimizers().step()  # type: ignore[union-attr]
@@ -184,7 +182,7 @@ class StepStrategy(pl.strategies.DDPStrategy):
             scheduler.step()
         datamodule = getattr(model.trainer, "datamodule", None)
         if isinstance(datamodule, DataModule):
-            datamodule.position = self._position
+            datamodule.position = batch.position
         return loss
 
     def optimizer_step(
@@ -256,12 +254,14 @@ class StepStrategy(pl.strategies.DDPStrategy):
         if self._parameters is None:
             self._parameters = list(self.module.parameters())
         parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(
-            [parameter.grad for parameter in parameters if parameter.grad is not None]
-        )
+        norm = self.measure_norm([it.grad for it in parameters if it.grad is not None])
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    def measure_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm over all ranks of gradients that this one holds, or holds its part of; a scalar."""
+        return torch.nn.utils.get_total_norm(gradients)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs on the bare model: without gradients there is nothing to average."""
