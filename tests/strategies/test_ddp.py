@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from nemo_like.core.errors import CheckpointError
 from nemo_like.strategies import DDPStrategy, register
 from nemo_like.testing.fit import fit_toy as fit
+from nemo_like.testing.numerics import TOLERANCE
 from nemo_like.testing.toy import ToyDataModule, ToyModel
 from nemo_like.testing.world import run_world
 
@@ -70,6 +71,17 @@ def test_ranks_do_not_change_a_step(ranks: int, micro_batch_size: int) -> None:
         for step in zip(*(run["sample_ids"] for run in runs), strict=True)
     ]
     assert ids == [sorted(step) for step in reference["sample_ids"]]
+
+
+@pytest.mark.dist
+def test_two_ranks_in_bf16_are_close_to_one_in_bf16() -> None:
+    # The mean over ranks of gradients that were rounded is rounded in other places.
+    options = {"micro_batch_size": 4, "devices": 2, "precision": "bf16-mixed"}
+    reference = fit(micro_batch_size=8, precision="bf16-mixed")
+    for run in run_world(2, fit_rank, options):
+        for step, expected in zip(run["steps"], reference["steps"], strict=True):
+            for key in ("train/loss", "train/grad_norm"):
+                assert step[key] == pytest.approx(expected[key], rel=TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.dist
