@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from nemo_like.core.console import setup_logging
 from nemo_like.core.errors import ConfigError, NemoLikeError, suggest
+from nemo_like.core.launch import outlast_gloo
 from nemo_like.core.paths import resolve
 from nemo_like.data.corpus import find_subset, read_corpus
 from nemo_like.data.held_out import is_held_out
@@ -100,6 +101,7 @@ def join_world(device_name: str | None) -> "tuple[int, int, torch.device]":
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size > 1:
+        outlast_gloo()
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return rank, size, device
 

@@ -7,7 +7,10 @@ SLURM meet at rank zero.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,9 +22,11 @@ from nemo_like.core.rendezvous import LaunchError, count_slurm_tasks, meet_slurm
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-__all__ = ["LaunchError", "agree", "find_launch_faults"]
+__all__ = ["LaunchError", "agree", "find_launch_faults", "outlast_gloo"]
 
 _PREFIX = "NEMO_LIKE_AGREED_"
+# Long against what a thread needs to drop a tensor, short against the start of a process.
+_FAREWELL_S = 0.1
 
 
 def agree(name: str, value: str) -> str:
@@ -92,6 +97,17 @@ def find_launch_faults(*, devices: int | str, num_nodes: int) -> Iterator[str]:
             f"trainer.devices={devices}: SLURM starts {per_node or tasks} task(s) on each node; "
             f"set trainer.devices={per_node or tasks}, or ask for --ntasks-per-node={devices}"
         )
+
+
+@functools.cache
+def outlast_gloo() -> None:
+    """Lets this process end only when gloo's threads have dropped what they hold; called where a group is made.
+
+    A collective is done before its thread lets go of the tensors. If Python is on its way out by then, the thread that
+    asks for the interpreter to free a tensor is ended in the middle of C++, and that aborts a process that was done:
+    "terminate called without an active exception". Destroying the group does not wait for them.
+    """
+    atexit.register(time.sleep, _FAREWELL_S)
 
 
 def _has_agent_store() -> bool:

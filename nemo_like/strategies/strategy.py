@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from nemo_like.core.checkpoint import Checkpoint
 from nemo_like.core.datamodule import DataModule, StepBatch
+from nemo_like.core.launch import outlast_gloo
 from nemo_like.core.model import Model
 from nemo_like.strategies.activation import checkpoint_activations, offload_activations
 from nemo_like.strategies.resume import (
@@ -124,6 +125,8 @@ class StepStrategy(pl.strategies.DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Spreads the model, then makes the optimizer of what lies on this rank."""
         assert self.accelerator is not None
+        if self.world_size > 1:
+            outlast_gloo()
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.module)
         checkpoint_activations(self.module, self.activation_checkpointing)

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from nemo_like.core.launch import outlast_gloo
+
 # What every rank imports anyway: loaded once, in the process that the ranks are forked from.
 PRELOADED = ["torch", "torch.distributed", "lightning.pytorch"]
 
@@ -209,6 +211,7 @@ def _call(folder: Path, call: tuple[str, str, str], process_group: bool, timeout
     import torch
 
     torch.set_num_threads(1)
+    outlast_gloo()
     if process_group:
         torch.distributed.init_process_group(
             "gloo",

@@ -138,3 +138,23 @@ def test_only_rank_zero_speaks_and_every_rank_may_fail(
     logger.info("first")
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == ["loud", "first"]
+
+
+_LEAVES_AT_ONCE = """
+import sys
+import torch.distributed as dist, torch
+from nemo_like.core.launch import outlast_gloo
+outlast_gloo()
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
+for _ in range(4):
+    dist.all_reduce(torch.ones(200_000), async_op=True)
+"""
+
+
+@pytest.mark.dist
+def test_a_process_whose_collective_just_ended_leaves_without_being_aborted(tmp_path: Path) -> None:
+    # Without the wait one in three of these processes dies of SIGABRT.
+    words = [sys.executable, "-c", _LEAVES_AT_ONCE, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*words, str(rank)], stderr=subprocess.PIPE) for rank in range(2)]
+    ends = [(rank.communicate(timeout=100)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [0, 0], ends
