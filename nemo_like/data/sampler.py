@@ -9,9 +9,11 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import Dataset, Sampler
 
 from nemo_like.core.datamodule import StepBatch
+from nemo_like.core.seed import derive_seed, seed_step
 from nemo_like.data.order import SampleOrder
 
 Batch = TypeVar("Batch")
+_READING = 1  # what the seed is derived for
 _LOOK_AHEAD = 8192  # positions whose samples are computed at once
 
 
@@ -105,17 +107,32 @@ class StepSampler(Sampler[StepPlan]):
 class StepDataset(Dataset[StepBatch], Generic[Batch]):
     """Reads what a plan names.
 
+    What ``read`` draws from the generators of Python, NumPy and torch is a function of (seed, position, rank): the same
+    in any number of workers, and after a restart.
+
     Args:
         read: Sample ids to a batch.
         blank: A batch to the same without a single target.
+        seed: Of the run; None leaves the generators alone.
+        rank: This rank among those that read different samples.
     """
 
     def __init__(
-        self, read: Callable[[list[int]], Batch], *, blank: Callable[[Batch], Batch]
+        self,
+        read: Callable[[list[int]], Batch],
+        *,
+        blank: Callable[[Batch], Batch],
+        seed: int | None = None,
+        rank: int = 0,
     ) -> None:
         self.read, self.blank = read, blank
+        # Not the seed of the training step at that number, which would draw the same.
+        self.seed = None if seed is None else derive_seed(seed, _READING)
+        self.rank = rank
 
     def __getitem__(self, plan: StepPlan) -> StepBatch:
+        if self.seed is not None:
+            seed_step(self.seed, plan.position, self.rank)
         num_real = len(plan.micro_batches) - plan.num_blank
         batches = [self.read(ids) for ids in plan.micro_batches]
         batches[num_real:] = [self.blank(batch) for batch in batches[num_real:]]

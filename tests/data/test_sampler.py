@@ -1,12 +1,24 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+from nemo_like.core.datamodule import StepBatch
 from nemo_like.data.order import SampleOrder
-from nemo_like.data.sampler import EvalDataset, EvalSampler, StepDataset, StepPlan, StepSampler
+from nemo_like.data.sampler import (
+    EvalDataset,
+    EvalSampler,
+    StepDataset,
+    StepPlan,
+    StepSampler,
+    take_as_is,
+)
 
 EPOCH = 61
 ORDER = SampleOrder(names=["a", "b"], num_blocks=[40, 21], draws=[40, 21], seed=4)
@@ -143,3 +155,30 @@ def test_a_blank_evaluation_batch_is_blanked() -> None:
     dataset = EvalDataset(lambda ids: ids, blank=lambda batch: ["blank", *batch])
     plans = list(EvalSampler([1, 2, 3], batch_size=2, rank=2, size=3))
     assert [dataset[plan] for plan in plans] == [["blank", 1]]
+
+
+def _read_and_draw(ids: list[int]) -> list[float]:
+    return [len(ids), random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_reader_draws_depends_on_position_and_rank_alone(num_workers: int) -> None:
+    def draw(*, position: int, rank: int, num_workers: int) -> list[StepBatch]:
+        sampler = StepSampler(
+            ORDER, global_batch_size=8, micro_batch_size=2, rank=rank, size=2,
+            position=position, num_steps=3,
+        )  # fmt: skip
+        dataset = StepDataset(_read_and_draw, blank=lambda batch: batch, seed=5, rank=rank)
+        return list(
+            DataLoader(
+                dataset, sampler=sampler, batch_size=None, collate_fn=take_as_is,
+                num_workers=num_workers,
+            )
+        )  # fmt: skip
+
+    whole = draw(position=0, rank=0, num_workers=0)
+    torch.manual_seed(1)
+    (rest,) = [draw(position=16, rank=0, num_workers=num_workers)[:1]]
+    assert rest[0] == whole[2]
+    assert whole[1] != whole[2]
+    assert draw(position=0, rank=1, num_workers=0)[0].micro_batches != whole[0].micro_batches
