@@ -14,6 +14,7 @@ COMMANDS = {
     "cp": "copy a run into a folder of yours, to change it",
     "run": "start a run: nemo-like run pretrain +conf=llm/quickstart",
     "validate": "check runs and overrides without starting anything",
+    "download": "fetch a model from the Hugging Face hub",
     "env": "versions and hardware, for a bug report",
     "plan": "what a run takes on given devices, and which strategy to choose",
 }

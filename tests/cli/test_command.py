@@ -56,7 +56,7 @@ def test_every_command_has_help(folder: Path, command: str) -> None:
 
 def test_mistakes_are_one_line_with_the_nearest_name_and_code_2(folder: Path) -> None:
     expected = {
-        "vaildate": "nemo-like: no command 'vaildate'; did you mean 'validate'; there are: ls, cp, run, validate, env,",
+        "vaildate": "nemo-like: no command 'vaildate'; did you mean 'validate'; there are: ls, cp, run, validate, ",
         "ls modle": "nemo-like ls: no group 'modle'; did you mean 'model'; there are: ",
         "ls --sort": "nemo-like ls: unrecognized arguments: --sort (see nemo-like ls --help)",
         "ls --config-dir absent": "--config-dir absent: there is no such folder",

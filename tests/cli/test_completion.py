@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_like.cli.completion import complete, main
+from nemo_like.cli.main import COMMANDS
 
 ASK = """
 set -e
@@ -27,7 +28,7 @@ def candidates(capsys: pytest.CaptureFixture[str], line: str, shell: str = "zsh"
 
 
 def test_commands_verbs_groups_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert candidates(capsys, "nemo-like ") == ["ls", "cp", "run", "validate", "env", "plan"]
+    assert candidates(capsys, "nemo-like ") == list(COMMANDS)
     assert candidates(capsys, "nemo-like v") == ["validate"]
     assert "pretrain" in candidates(capsys, "nemo-like run ")
     assert candidates(capsys, "nemo-like ls op") == ["optim"]
