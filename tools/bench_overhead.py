@@ -19,7 +19,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
-from nemo_like.callbacks import Checkpointing, MetricsWriter, ProgressBar
+from nemo_like.callbacks import (
+    Checkpointing,
+    LossSpikes,
+    MetricsWriter,
+    NonfiniteGuard,
+    ProgressBar,
+)
 from nemo_like.core.console import setup_logging
 from nemo_like.strategies import DDPStrategy
 from nemo_like.testing.fit import FusedAdamW
@@ -76,6 +82,8 @@ def time_ours(steps: int, warm_up: int) -> float:
             callbacks=[
                 MetricsWriter(),
                 ProgressBar(),
+                LossSpikes(),
+                NonfiniteGuard(),
                 Checkpointing(folder=folder / "checkpoints"),
                 clock,
             ],

@@ -134,6 +134,8 @@ class ProgressBar(pl.Callback):
             parts.append(f"loss {float(metrics['train/loss']):.4f}")
         if "val/loss" in val_metrics:
             parts.append(f"val {float(val_metrics['val/loss']):.4f}")
+        if skipped := metrics.get("train/skipped"):
+            parts.append(f"{skipped:.0f} skipped")
         unit = getattr(pl_module, "unit", "targets")
         if (rate := metrics.get(f"perf/{unit}_per_s")) is not None:
             parts.append(f"{format_number(rate)} {unit}/s")

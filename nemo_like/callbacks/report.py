@@ -57,6 +57,7 @@ class Report(pl.Callback):
         describe = getattr(getattr(trainer, "datamodule", None), "describe", None)
         if describe is not None:
             sections += describe()
+        sections += _describe_callbacks(trainer)
         curves = read_metrics(folder)
         facts = _collect_facts(
             trainer,
@@ -93,6 +94,15 @@ def _summarize(pl_module: pl.LightningModule) -> list[Section]:
             return list(summarize())
     finally:
         pl_module.train(was_training)
+
+
+def _describe_callbacks(trainer: pl.Trainer) -> list[Section]:
+    """What the callbacks that watched the run have to show."""
+    sections: list[Section] = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        describe = getattr(callback, "describe", None)
+        sections += describe() if describe is not None else []
+    return sections
 
 
 def _collect_facts(

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nemo_like.core.units import parse_duration
+
 
 class Component(dict[str, Any]):
     """A mapping with ``_target_``: the class to build, and its keyword arguments."""
@@ -21,6 +23,9 @@ class TrainerConfig:
 
     max_steps: int
     """Optimizer steps of the whole run, counted from its beginning, wherever it is resumed."""
+    max_time: str | None = None
+    """Time after which a run saves and stops with exit code 75, counted from the start of its process: ``HH:MM:SS`` or
+    ``DD:HH:MM:SS``; null has no limit."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """``auto`` takes the GPUs where there are any."""
     devices: int | Literal["auto"] = "auto"
@@ -39,6 +44,11 @@ class TrainerConfig:
     """Optimizer steps between two validations; null never validates while it trains."""
     val_batches: int | None = None
     """Batches per validation; null takes all."""
+    val_weights: Literal["model", "ema"] = "model"
+    """What is validated: the weights, or their moving average (``optim.ema_decay``)."""
+    max_nonfinite_steps: int | None = 10
+    """Steps in a row with a loss or gradient that is not finite after which the run stops, saved as it was before
+    them; each of them changes nothing. null never stops."""
     deterministic: bool = False
     """Same bits every time on the same hardware; slower on a GPU."""
     threads: int | None = None
@@ -47,11 +57,16 @@ class TrainerConfig:
     def check(self) -> Iterator[str]:
         """Faults in the values."""
         counts = ["max_steps", "devices", "num_nodes", "log_every_n_steps", "threads"]
-        counts += ["val_every_n_steps", "val_batches"]
+        counts += ["val_every_n_steps", "val_batches", "max_nonfinite_steps"]
         for name in counts:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 yield f"{name}={value}: must be at least 1"
+        if self.max_time is not None:
+            try:
+                parse_duration(self.max_time)
+            except ValueError as error:
+                yield f"max_time={error}"
         if self.gradient_clip_norm is not None and not self.gradient_clip_norm > 0:
             hint = "must be above 0, or null to clip nothing"
             yield f"gradient_clip_norm={self.gradient_clip_norm}: {hint}"
@@ -63,10 +78,19 @@ class CheckpointConfig:
 
     every_n_steps: int | None = None
     """Optimizer steps between two checkpoints; null saves after the last step only."""
+    every_minutes: float | None = None
+    """Minutes between two checkpoints, besides; null saves by steps alone."""
+    asynchronous: bool = True
+    """Write behind the next steps, from a copy in the memory of the host; else a step that saves lasts until all is on
+    the disk."""
     keep_last: int = 2
     """Newest checkpoints that stay."""
     keep_best: int = 1
     """Checkpoints with the best ``monitor`` that stay besides."""
+    keep_every_hours: float | None = None
+    """Hours between two checkpoints that stay for good, by the clock; null keeps none."""
+    verify: bool = True
+    """Compare the SHA-256 of every file of a checkpoint before a run goes on from it; about a second a gigabyte."""
     monitor: str = "val/loss"
     """Metric that says which is best; one that is logged by a validation."""
     mode: Literal["min", "max"] = "min"
@@ -82,6 +106,10 @@ class CheckpointConfig:
             yield f"keep_last={self.keep_last}: {hint}"
         if self.keep_best < 0:
             yield f"keep_best={self.keep_best}: must be at least 0"
+        for name in ("every_minutes", "keep_every_hours"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                yield f"{name}={value}: must be above 0, or null"
 
 
 @dataclass(kw_only=True)
@@ -122,3 +150,6 @@ class RunConfig:
             yield f"name={self.name!r}: {hint}"
         if not 0 <= self.seed < 2**32:
             yield f"seed={self.seed}: must be between 0 and {2**32 - 1}"
+        if self.trainer.val_weights == "ema" and self.optim.get("ema_decay") is None:
+            hint = "keeps no average of the weights; set optim.ema_decay=0.999"
+            yield f"trainer.val_weights=ema: {self.optim['_target_']} {hint}"

@@ -7,13 +7,13 @@ import os
 import sys
 import warnings
 
-# Names under which Lightning takes a SLURM job for a shell, whose tasks are none of its ranks.
-_SHELLS = ("bash", "interactive")
+SHELL_NAMES = ("bash", "interactive")
+"""Names under which Lightning takes a SLURM job for a shell, whose tasks are none of its ranks."""
 
 
 def is_slurm_run() -> bool:
     """Whether the tasks of SLURM are the ranks of this run; Lightning judges by the same two variables."""
-    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in _SHELLS
+    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in SHELL_NAMES
 
 
 def process_rank() -> int:

@@ -4,6 +4,8 @@ NemoLikeError
 ├── ConfigError (ValueError)        every fault of a configuration at once
 ├── DataError (ValueError)          a bad record, with file, line and byte offset
 ├── CheckpointError (RuntimeError)  a folder that is no whole checkpoint, or does not fit the model
+├── NonfiniteError (ArithmeticError) training whose loss or gradient is not finite any more
+├── DeviceMemoryError (RuntimeError) memory ran out, with what would need less
 └── MissingExtraError (ImportError) an optional dependency, with the pip extra that brings it
 """
 
@@ -81,6 +83,14 @@ class CheckpointError(NemoLikeError, RuntimeError):
         lines += [f"  missing:    {name}" for name in self.missing]
         lines += [f"  unexpected: {name}" for name in self.unexpected]
         super().__init__("\n".join(lines))
+
+
+class NonfiniteError(NemoLikeError, ArithmeticError):
+    """Training whose loss or gradient has not been finite for too many steps in a row."""
+
+
+class DeviceMemoryError(NemoLikeError, RuntimeError):
+    """What a step computes does not fit into the memory of the device, or of the host."""
 
 
 class MissingExtraError(NemoLikeError, ImportError):

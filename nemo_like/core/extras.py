@@ -10,12 +10,20 @@ from nemo_like.core.errors import MissingExtraError
 # Top-level module -> the pip extra that brings it.
 EXTRAS = {
     "transformers": "hf",
+    "huggingface_hub": "hf",
     "deepspeed": "deepspeed",
     "torchao": "fp8",
+    "bitsandbytes": "finetune",
+    "peft": "dev",
     "megatron": "megatron",
+    "pyarrow": "parquet",
+    "pynvml": "gpu",
     "gguf": "bench",
     "lm_dataformat": "bench",
     "lm_eval": "bench",
+    "fastapi": "serve",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 
 

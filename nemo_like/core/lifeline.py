@@ -27,8 +27,13 @@ from types import TracebackType
 from typing import NoReturn
 
 from nemo_like.core.console import process_rank
+from nemo_like.core.rendezvous import count_slurm_tasks
 
 _VARIABLE = "NEMO_LIKE_LIFELINE"
+# Told what ends the run before this process ends it.
+LAST_WORDS: list[Callable[[str], object]] = []
+# How long rank zero stays behind the others at most, and where it cannot see them.
+FAREWELL_S, UNSEEN_S = 10.0, 1.0
 # A rank whose peer is gone fails too; the one that was first is to speak first.
 ECHO_S = 1.0
 # How much longer than rank zero another rank may take to end.
@@ -47,6 +52,31 @@ def tie_ranks() -> None:
         os.environ[_VARIABLE] = _hold().address
     elif address := os.environ.get(_VARIABLE):
         _Tied(address)
+
+
+def settle_exit(code: int) -> int:
+    """The exit code of this process where all ranks end a run together, on purpose, with ``code``.
+
+    Whoever started the ranks may take the first of them that ends with a code for a failure and kill the others:
+    Lightning's launcher does, and so does ``srun --kill-on-bad-exit``. There rank zero speaks for all: the others end
+    with 0, and it ends last. Under torchrun, and where each process is a container of its own, all end alike.
+    """
+    is_own_rank = "RANK" not in os.environ and "LOCAL_RANK" in os.environ
+    is_task = "TORCHELASTIC_RUN_ID" not in os.environ and count_slurm_tasks() > 1
+    if process_rank() > 0:
+        return 0 if is_own_rank or is_task else code
+    if is_own_rank or is_task:
+        atexit.register(_see_others_off)
+    return code
+
+
+def _see_others_off() -> None:
+    if not _hold.cache_info().currsize:
+        time.sleep(UNSEEN_S)
+        return
+    deadline = time.monotonic() + FAREWELL_S
+    while _hold().pids and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 class _Holder:
@@ -110,6 +140,9 @@ class _Holder:
         if self.is_interrupted():
             return
         with self.last_word:
+            for tell in LAST_WORDS:
+                with suppress(Exception):
+                    tell(self.cause)
             _say(f"{self.cause}; the other ranks are stopped")
             self.end_all()
             os._exit(1)

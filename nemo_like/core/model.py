@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from nemo_like.core.nonfinite import NonfiniteSteps
 from nemo_like.core.seed import derive_seed, seed_all
 from nemo_like.core.summary import Section
 
@@ -38,9 +39,13 @@ class Model(pl.LightningModule):
             generators alone.
         schedule: Optimizer step (0 is the first) -> factor on every learning rate; None keeps them constant.
         gradient_clip_norm: Largest norm of the gradient over all parameters; None clips nothing.
+        val_weights: What is validated: ``model``, or ``ema``, the moving average that ``optim.ema_decay`` asks for.
+        nonfinite: The steps that were left out.
+        step_sums: Figures besides the loss of the micro-batches so far, see :meth:`add_sums`.
         step_metrics: Figures of the last training step, ``<stage>/<metric>[_<unit>]``; tensors stay on the device
             until somebody logs them.
         val_metrics: Figures of the last validation.
+        val_step: Optimizer steps done at the last validation; -1 before the first.
     """
 
     def __init__(self) -> None:
@@ -49,12 +54,16 @@ class Model(pl.LightningModule):
         self.schedule: Callable[[int], float] | None = None
         self.gradient_clip_norm: float | None = None
         self.seed: int | None = None
+        self.val_weights: Literal["model", "ema"] = "model"
+        self.nonfinite = NonfiniteSteps()
         # The strategy runs the whole step: Lightning's loop only counts.
         self.automatic_optimization = False
+        self.step_sums: dict[str, Tensor] = {}
         self.step_metrics: dict[str, Tensor | float] = {}
         self.val_metrics: dict[str, float] = {}
-        self._val_step = -1
+        self.val_step = -1
         self._val_loss_sum = torch.zeros((), dtype=torch.float64)
+        self._val_sums: dict[str, Tensor] = {}
         self._val_count = torch.zeros((), dtype=torch.int64)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -79,6 +88,19 @@ class Model(pl.LightningModule):
     def compute_loss_sum(self, micro_batch: Any) -> Tensor:
         """The sum of the loss over the targets of this micro-batch; a scalar with gradient."""
         raise NotImplementedError(f"{type(self).__name__} must define compute_loss_sum")
+
+    def add_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Notes figures besides the loss; for :meth:`compute_loss_sum` to call.
+
+        They are summed up over micro-batches and ranks and divided by the number of targets, as the loss is, and become
+        ``train/<name>`` and ``val/<name>``.
+
+        Args:
+            sums: Name -> sum over the targets of a micro-batch; the same names for every micro-batch, blank ones too.
+        """
+        for name, part in sums.items():
+            part = part.detach().double()
+            self.step_sums[name] = self.step_sums[name] + part if name in self.step_sums else part
 
     def count_units(self, micro_batch: Any) -> int:
         """What throughput counts (tokens, frames): read from the batch's shape, padding included."""
@@ -139,27 +161,35 @@ class Model(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Empties the validation sums."""
         self._val_loss_sum = torch.zeros((), dtype=torch.float64)
+        self._val_sums = {}
         self._val_count = torch.zeros((), dtype=torch.int64)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Adds up loss and targets; the mean is over all targets of all ranks, however uneven the batches."""
         strategy: Any = self.trainer.strategy
+        self.step_sums = {}
         self._val_loss_sum += strategy.compute_loss_sum(batch).double().cpu()
+        for name, part in self.step_sums.items():
+            self._val_sums[name] = self._val_sums.get(name, 0) + part.cpu()
+        self.step_sums = {}
         self._val_count += self.count_targets(batch).cpu()
 
     def on_validation_epoch_end(self) -> None:
-        """Gives ``val/loss``."""
+        """Gives ``val/loss``, and the means of what :meth:`add_sums` was given."""
         strategy = self.trainer.strategy
-        total, count = (
+        total, count, *parts = (
             strategy.reduce(part.to(self.device), reduce_op="sum")
-            for part in (self._val_loss_sum, self._val_count)
+            for part in (self._val_loss_sum, self._val_count, *self._val_sums.values())
         )
-        self.report_validation({"val/loss": float(total / count)})
+        means = {"val/loss": float(total / count)}
+        for name, part in zip(self._val_sums, parts, strict=True):
+            means[f"val/{name}"] = float(part / count)
+        self.report_validation(means)
 
     def report_validation(self, metrics: dict[str, float]) -> None:
         """Makes figures known to loggers, to checkpointing, and to Lightning's callbacks; the same on all ranks."""
         self.val_metrics.update(metrics)
-        self._val_step = self.trainer.global_step
+        self.val_step = self.trainer.global_step
         for name, value in metrics.items():
             # Of equal figures the largest is the figure itself, to the bit.
             self.log(name, value, logger=False, sync_dist=True, reduce_fx="max")
@@ -187,8 +217,19 @@ class Model(pl.LightningModule):
         datamodule = getattr(self.trainer, "datamodule", None)
         artefacts = dict(datamodule.artefacts()) if datamodule is not None else {}
         checkpoint["files"] = {**checkpoint.get("files", {}), **artefacts, **self.artefacts()}
-        if self._val_step == self.trainer.global_step:
-            checkpoint["metrics"] = dict(self.val_metrics)
+        if self.nonfinite.total:
+            checkpoint["nonfinite_steps"] = self.nonfinite.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes the count of steps that were left out."""
+        self.nonfinite.load_state_dict(checkpoint.get("nonfinite_steps", {}))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """The weights that a checkpoint holds, by canonical name; all of them, unless a subclass reads some elsewhere.
+
+        They are the module's own tensors, so that filling them is loading.
+        """
+        return dict(self.state_dict())
 
     def artefacts(self) -> dict[str, bytes]:
         """Files that belong into every checkpoint of this model (its shape), name -> content."""

@@ -7,16 +7,21 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nemo_like.core import notice
 from nemo_like.core.build import build
 from nemo_like.core.compose import SCHEMA_KEY, Composed, compose
 from nemo_like.core.console import process_rank, setup_logging
 from nemo_like.core.errors import ConfigError, NemoLikeError
 from nemo_like.core.launch import agree, find_launch_faults
+from nemo_like.core.lifeline import LAST_WORDS
+from nemo_like.core.requeue import requeue_job
+from nemo_like.core.resume_point import find_resume_point, is_finished, read_step
 from nemo_like.core.schema import load_class
+from nemo_like.core.status import STATUS_FILE, State, write_status
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -28,13 +33,17 @@ logger = logging.getLogger(__name__)
 EXIT_CONFIG = 2
 """The configuration cannot be run; nothing was started."""
 EXIT_FAILED = 1
-"""The run started and failed."""
+"""The run started and failed. Early stops have codes of their own: see :mod:`nemo_like.core.notice`."""
 # Settings that may change between two starts of a run without changing what it learns so far.
 _FREE_KEYS = (
     "resume",
+    "checkpoint",
     "trainer.devices",
     "trainer.num_nodes",
+    "trainer.max_time",
     "trainer.threads",
+    "trainer.max_nonfinite_steps",
+    "trainer.val_weights",
     "strategy",
     "callbacks",
     "loggers",
@@ -48,18 +57,28 @@ def main(config_name: str = "pretrain", argv: Sequence[str] | None = None) -> No
         config_name: Primary configuration in ``conf/``.
         argv: Overrides; None takes those of the process.
     """
+    # Before what takes long to import: a scheduler does not wait until a run is ready.
+    with notice.listen():
+        code = _run(config_name, sys.argv[1:] if argv is None else argv)
+    sys.exit(code)
+
+
+def _run(config_name: str, argv: Sequence[str]) -> int:
+    """Trains and gives the exit code."""
     setup_logging()
     try:
         agree("START_TIME", time.strftime("%Y-%m-%d_%H-%M-%S"))
-        train(compose(config_name, sys.argv[1:] if argv is None else argv))
+        train(compose(config_name, argv))
     except ConfigError as error:
         for fault in error.faults:
             sys.stderr.write(f"error: {fault}\n")
-        sys.exit(EXIT_CONFIG)
+        return EXIT_CONFIG
     except NemoLikeError as error:
         sys.stderr.write(f"error: {error}\n")
-        sys.exit(EXIT_FAILED)
-    sys.exit(0)
+        return EXIT_FAILED
+    except notice.StopRun as stop:
+        return int(stop.code or 0)
+    return 0
 
 
 def train(composed: Composed) -> pl.Trainer | None:
@@ -70,6 +89,7 @@ def train(composed: Composed) -> pl.Trainer | None:
 
     Raises:
         ConfigError: A value that only the finished objects can judge (vocabulary against tokenizer).
+        StopRun: It was told to stop early.
     """
     config: RunConfig = composed.config
     faults = [
@@ -79,22 +99,78 @@ def train(composed: Composed) -> pl.Trainer | None:
         raise ConfigError(faults)
     run_dir = choose_run_dir(Path(config.run_dir), resume=config.resume)
     checkpoint = _newest_checkpoint(run_dir, config, composed.tree)
-    if checkpoint is not None and _step_of(checkpoint) >= config.trainer.max_steps:
+    if checkpoint is not None and is_finished(checkpoint, config, run_dir):
         logger.info(
             "%s is finished at step %d; raise trainer.max_steps to go on, or start anew with resume=never",
             run_dir,
-            _step_of(checkpoint),
+            read_step(checkpoint),
         )
         return None
     if checkpoint is not None:
         logger.info("continuing %s from %s", run_dir, checkpoint.name)
-    composed = choose_strategy(composed.replace_run_dir(run_dir))
-    config = composed.config
+    status = _Status(run_dir, step=0 if checkpoint is None else read_step(checkpoint))
+    status.note("running")
+    LAST_WORDS.append(status.note_failure)
+    try:
+        _fit(composed.replace_run_dir(run_dir), run_dir, checkpoint, status)
+    except notice.StopRun as stop:
+        if not stop.is_settled:
+            _settle_early(stop, config, status)
+        raise
+    except BaseException as error:
+        status.note_failure(f"{type(error).__name__}: {error}".partition("\n")[0])
+        raise
+    finally:
+        LAST_WORDS.remove(status.note_failure)
+    status.note("finished")
+    return status.trainer
+
+
+class _Status:
+    """How a run stands, kept in its folder by rank zero."""
+
+    def __init__(self, run_dir: Path, *, step: int) -> None:
+        self.path, self.step = run_dir / STATUS_FILE, step
+        self.trainer: pl.Trainer | None = None
+
+    def note(self, state: State, reason: str = "") -> None:
+        if self.trainer is not None:
+            self.step = max(self.step, self.trainer.global_step)
+        if process_rank() == 0:
+            write_status(self.path, state, step=self.step, reason=reason)
+
+    def note_failure(self, reason: str) -> None:
+        # What went wrong is to be seen, not that a full disk has no room for this file either.
+        with suppress(OSError):
+            self.note("failed", reason)
+
+
+def _fit(composed: Composed, run_dir: Path, checkpoint: Path | None, status: _Status) -> None:
+    """Builds a run and trains it."""
+    notice.leave_if_asked()
+    composed = choose_strategy(composed)
     if process_rank() == 0:
         _write_atomically(run_dir / "config.yaml", composed.yaml)
-    trainer, model, datamodule = build_run(config, run_dir)
+    trainer, model, datamodule = build_run(composed.config, run_dir)
+    status.trainer = trainer
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not any(getattr(it, "heeds_notices", False) for it in callbacks):
+        # Nobody would act on a flag, so signals do again what they did.
+        notice.stop_listening()
+    notice.leave_if_asked()
+    # That was done when it was chosen, if it was asked for.
+    trainer.strategy.verify_checkpoints = False  # type: ignore[attr-defined]
     trainer.fit(model, datamodule=datamodule, ckpt_path=checkpoint)
-    return trainer
+
+
+def _settle_early(stop: notice.StopRun, config: RunConfig, status: _Status) -> None:
+    """What is left to do where a run of one process leaves before its first step: there is nothing to save."""
+    notice.ignore()
+    logger.info("stopped by %s: nothing was trained; the same command goes on", stop.reason)
+    status.note("stopped", stop.reason)
+    nodes = [it for it in config.callbacks.values() if it and "Preemption" in it["_target_"]]
+    if stop.code == notice.EXIT_STOPPED and all(it.get("requeue", True) for it in nodes):
+        requeue_job()
 
 
 def choose_strategy(composed: Composed) -> Composed:
@@ -211,6 +287,7 @@ def _build_model(config: RunConfig, strategy: Any) -> Any:
     model.schedule = build(config.schedule, path="schedule", allow=config.allow_targets)
     model.seed = config.seed
     model.gradient_clip_norm = config.trainer.gradient_clip_norm
+    model.val_weights = config.trainer.val_weights
     return model
 
 
@@ -226,21 +303,12 @@ def choose_run_dir(wanted: Path, *, resume: str) -> Path:
 
 
 def _newest_checkpoint(run_dir: Path, config: RunConfig, tree: Mapping[str, Any]) -> Path | None:
-    from nemo_like.core.checkpoint import find_checkpoints
-
     if config.resume == "never":
         return None
-    saved = find_checkpoints(run_dir / "checkpoints")
-    if not saved:
-        return None
-    _warn_of_changes(run_dir / "config.yaml", tree)
-    return saved[-1]
-
-
-def _step_of(checkpoint: Path) -> int:
-    from nemo_like.core.checkpoint import STATE
-
-    return int(json.loads((checkpoint / STATE).read_bytes())["step"])
+    newest = find_resume_point(run_dir / "checkpoints", verify=config.checkpoint.verify)
+    if newest is not None:
+        _warn_of_changes(run_dir / "config.yaml", tree)
+    return newest
 
 
 def _warn_of_changes(saved: Path, tree: Mapping[str, Any]) -> None:

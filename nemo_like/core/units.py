@@ -29,3 +29,18 @@ def format_count(count: float) -> str:
         if count >= limit:
             return f"{count / limit:.1f}{suffix}"
     return f"{count:.0f}"
+
+
+def parse_duration(text: str) -> Seconds:
+    """Seconds of ``HH:MM:SS`` or ``DD:HH:MM:SS``.
+
+    Raises:
+        ValueError: Something else.
+    """
+    parts = text.split(":")
+    if len(parts) not in (3, 4) or not all(part.isascii() and part.isdigit() for part in parts):
+        raise ValueError(f"{text!r} is no duration: write HH:MM:SS or DD:HH:MM:SS, as 03:45:00")
+    seconds = 0
+    for factor, part in zip((86400, 3600, 60, 1)[-len(parts) :], parts, strict=True):
+        seconds += factor * int(part)
+    return float(seconds)

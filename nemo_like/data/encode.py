@@ -134,9 +134,9 @@ class _Pool:
 
 def serve() -> None:
     """The other side of the pool: a tokenizer, then batches of texts, until the input ends."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the parent too, which closes our input
+    # A notice to all of the group reaches the parent too, which closes our input.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     files = _receive(source) or []
     tokenizer = Tokenizer.from_bytes(

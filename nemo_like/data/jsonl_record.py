@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
-FaultKind = Literal["json", "utf8", "nul", "record", "text", "too_long", "damage"]
+FaultKind = Literal[
+    "json", "utf8", "nul", "record", "text", "too_long", "damage", "sample", "template"
+]
 
 JSON_SPACE = b" \t\r\n"
 BOM = b"\xef\xbb\xbf"
@@ -73,6 +75,35 @@ def parse_line(line: bytes | memoryview) -> tuple[str, dict[str, Any]] | None:
     if type(meta) is not dict:
         meta = {"meta": meta}
     return text, {**record, **meta} if record else meta
+
+
+def parse_object(line: bytes | memoryview) -> tuple[str, dict[str, Any]] | None:
+    """Reads a line that holds an object of any keys.
+
+    Args:
+        line: Without its line feed.
+
+    Returns:
+        An empty text, and the object; None for a blank line. Integers are exact, whatever their size.
+
+    Raises:
+        BadLineError: The line is something else.
+    """
+    import orjson
+
+    try:
+        record = orjson.loads(line)
+    except ValueError:
+        line = bytes(line)
+        if not line.strip(JSON_SPACE):
+            return None
+        record = _parse_exactly(line)
+    if type(record) is not dict:
+        found = JSON_NAMES.get(type(record), "a number")
+        raise BadLineError("record", f"a line must be an object, this is {found}")
+    if _holds_rounded_integer(record.values()):
+        record = _parse_exactly(bytes(line))
+    return "", record
 
 
 def _take_text(record: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_LINE_BYTES = 2**30
 READ_BUFFER_BYTES = 2**20
 PLACES_SHOWN = 5
+LineParser = Callable[[bytes | memoryview], tuple[str, dict[str, Any]] | None]
 
 
 class Position(NamedTuple):
@@ -101,6 +102,7 @@ def read_documents(
     on_error: Literal["raise", "skip"] = "raise",
     report: ReadReport | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
+    parse: LineParser = parse_line,
 ) -> Generator[Document, None, None]:
     """Gives the documents of the files, in order.
 
@@ -121,6 +123,7 @@ def read_documents(
             logged as a warning at the end.
         report: To be filled with counts; a new one by default.
         max_line_bytes: A longer line is a fault and is not kept in memory.
+        parse: Reads a line, as ``parse_line`` does: text and metadata, None for a blank line, or ``BadLineError``.
 
     Raises:
         DataError: A file that is not there, a ``start`` that does not fit the files, or, with
@@ -142,7 +145,7 @@ def read_documents(
         for shard in range(start.shard, len(files)):
             begin = start if shard == start.shard else Position(shard)
             yield from _ShardReader(
-                files[shard], begin, on_error == "skip", report, max_line_bytes
+                files[shard], begin, on_error == "skip", report, max_line_bytes, parse
             ).read()
     finally:
         if report.faults.total() > known_faults:
@@ -159,9 +162,10 @@ class _ShardReader:
         is_skipping: bool,
         report: ReadReport,
         max_line_bytes: int,
+        parse: LineParser,
     ) -> None:
         self._path, self._start, self._is_skipping = path, start, is_skipping
-        self._report, self._max_line_bytes = report, max_line_bytes
+        self._report, self._max_line_bytes, self._parse_line = report, max_line_bytes, parse
         self._line, self._line_begin = start.line, start.byte_offset  # of the next line
         self._frame, self._frame_begin = start.frame, start.byte_offset - start.skip
         self._piece_end = self._frame_begin  # all offsets: in the decompressed file
@@ -263,7 +267,7 @@ class _ShardReader:
                 message = f"a line of {len(line) + self._num_dropped} bytes, more than {self._max_line_bytes}"
                 self._num_dropped = 0
                 raise BadLineError("too_long", message)
-            parsed = parse_line(line)
+            parsed = self._parse_line(line)
         except BadLineError as error:
             message = error.message + note
             fault = DataError(message, file=self._path, line=number, byte_offset=begin)

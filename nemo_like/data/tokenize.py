@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nemo_like.core.errors import DataError
+from nemo_like.core.notice import leave_if_asked
 from nemo_like.data.cache import build_once
 from nemo_like.data.corpus import (
     OnError,
@@ -202,6 +203,7 @@ def _write_shards(
     with ExitStack() as stack:
         held_out = stack.enter_context(JsonlZstWriter(folder / HELD_OUT_FILE))
         for batch, stored in encode_in_order(_batch(entries), tokenizer, processes=processes):
+            leave_if_asked()
             for entry, ids in zip(batch, stored, strict=True):
                 if entry.subset not in writers:
                     _refuse_too_many(writers, entry.subset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from nemo_like.strategies.planning.limits import (
     check_deepspeed,
@@ -17,13 +17,22 @@ from nemo_like.strategies.planning.plan import Plan, Strategy, read_plan
 from nemo_like.strategies.planning.size import parse_bytes
 from nemo_like.strategies.planning.work import read_work
 
+NOT_ALONE = (
+    "a rank tries sizes alone, and under this strategy each pass waits for other ranks; set a number (`nemo-like plan` "
+    "estimates what fits), or strategy=ddp"
+)
+"""Why a strategy does not find the micro-batch size, and what to do."""
+
 
 @dataclass(kw_only=True)
 class StepStrategyConfig:
     """What all strategies share."""
 
-    micro_batch_size: int = 1
-    """Samples that are computed at once on one rank; lower it when memory runs out, the result stays the same."""
+    tries_alone: ClassVar[bool] = False
+    """Whether ``micro_batch_size=auto`` is possible: passes need no other rank."""
+    micro_batch_size: int | Literal["auto"] = 1
+    """Samples that are computed at once on one rank; lower it when memory runs out, the result stays the same.
+    ``auto`` (``strategy=ddp``) tries what fits when training starts: all samples of the step, half, a quarter, ..."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it: nothing, all but the results of matrix products,
     or all but the inputs of the blocks."""
@@ -38,8 +47,11 @@ class StepStrategyConfig:
 
     def check(self) -> Iterator[str]:
         """Faults of the values."""
-        if self.micro_batch_size < 1:
-            yield f"micro_batch_size={self.micro_batch_size}: must be at least 1"
+        if self.micro_batch_size == "auto":
+            if not self.tries_alone:
+                yield f"micro_batch_size=auto: {NOT_ALONE}"
+        elif self.micro_batch_size < 1:
+            yield f"micro_batch_size={self.micro_batch_size}: must be at least 1, or auto"
         if not self.timeout_s > 0:
             yield f"timeout_s={self.timeout_s}: must be above 0"
 
@@ -48,6 +60,7 @@ class StepStrategyConfig:
 class DDPStrategyConfig(StepStrategyConfig):
     """A whole copy of the model on every rank."""
 
+    tries_alone: ClassVar[bool] = True
     find_unused_parameters: bool = False
     """Look for parameters without a gradient in every step; only for networks that leave some out."""
 
@@ -158,7 +171,8 @@ class MegatronStrategyConfig(StepStrategyConfig):
 class AutoStrategyConfig(StepStrategyConfig):
     """The strategy is chosen when the run starts, from the devices that it finds (``nemo-like plan`` shows how)."""
 
-    micro_batch_size: int = 1
+    tries_alone: ClassVar[bool] = True
+    micro_batch_size: int | Literal["auto"] = 1
     """Is chosen, too: what a run file gives for other strategies is not looked at."""
     device_memory: str | None = None
     """Memory of a device, ``80GiB``; null asks the device, or on a CPU divides that of the machine by the processes."""

@@ -33,6 +33,8 @@ class DDPStrategy(StepStrategy):
         options: Of :class:`StepStrategy`, and of torch's ``DistributedDataParallel``.
     """
 
+    tries_alone = True
+
     def __init__(self, **options: Any) -> None:
         # Buffers (tables of angles, masks) follow from the configuration; broadcasting them costs and changes nothing.
         super().__init__(

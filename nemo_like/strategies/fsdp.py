@@ -215,6 +215,10 @@ class FSDPStrategy(StepStrategy):
         self._free()
         return output
 
+    def publish_weights(self) -> None:
+        """Frees what was gathered of other weights."""
+        self._free()
+
     def _free(self) -> None:
         for unit in self._units:
             unit.reshard()

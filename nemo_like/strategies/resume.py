@@ -14,12 +14,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import nemo_like
-from nemo_like.core.checkpoint import Checkpoint, open_checkpoint, save_checkpoint, to_plain
+from nemo_like.core.checkpoint import Checkpoint, open_checkpoint, to_plain
+from nemo_like.core.checkpoint_writer import CheckpointWriter, SaveOptions
 from nemo_like.core.errors import CheckpointError
 from nemo_like.core.model import Model
 
@@ -34,7 +36,6 @@ _DERIVED = {
     "epoch",
     "global_step",
     "files",
-    "metrics",
 }
 _CHECKPOINT = "nemo_like_checkpoint"
 
@@ -81,8 +82,11 @@ def restore_optimizer(
             others.append(full_name)
             continue
         parameter = parameters.get(name)
-        # Adam's step counter is a scalar; every other state has the shape of its parameter.
+        # Adam's step counter is a scalar; other states have the shape and type of their parameter, unless the
+        # optimizer says otherwise.
         like = torch.zeros(()) if key == "step" else parameter
+        if parameter is not None and hasattr(optimizer, "empty_state"):
+            like = optimizer.empty_state(parameter).get(key, parameter)
         if like is not None:
             tensors[full_name] = torch.zeros_like(like, requires_grad=False)
     if not tensors:
@@ -107,35 +111,61 @@ def save_run(
     checkpoint: Mapping[str, Any],
     folder: Path,
     *,
+    writer: CheckpointWriter,
     model: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
+    options: SaveOptions | None = None,
 ) -> None:
-    """Writes what Lightning collected as a checkpoint folder; every rank calls it.
+    """Saves what Lightning collected as a checkpoint folder; every rank calls it.
 
     Args:
         checkpoint: Lightning's dict.
         folder: Where to.
+        writer: Of the run.
         model: This rank's part of the weights by canonical name.
         optimizer: This rank's part of the optimizer state.
+        options: Whether to wait until it is written, and what comes after.
     """
     state = {
         "step": int(checkpoint["global_step"]),
         "nemo_like_version": nemo_like.__version__,
-        "metrics": to_plain(dict(checkpoint.get("metrics", {}))),
         **{key: to_plain(value) for key, value in checkpoint.items() if key not in _DERIVED},
     }
-    save_checkpoint(
+    writer.save(
         folder,
         model=model,
         optimizer=optimizer,
         state=state,
         files=checkpoint.get("files", {}),
+        options=options,
     )
 
 
-def load_run(folder: Path) -> dict[str, Any]:
-    """Opens a checkpoint folder as the dict that Lightning passes around while it restores."""
-    checkpoint = open_checkpoint(folder)
+def load_run(folder: Path, *, verify: bool = True) -> dict[str, Any]:
+    """Opens a checkpoint folder as the dict that Lightning passes around while it restores; every rank calls it.
+
+    Args:
+        folder: The checkpoint.
+        verify: Compare the hashes of its files; rank zero does so for all.
+
+    Raises:
+        CheckpointError: It is not what was saved; on all ranks.
+    """
+    has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    fault: list[str | None] = [None]
+    checkpoint: Checkpoint | None = None
+    if not has_others or dist.get_rank() == 0:
+        try:
+            checkpoint = open_checkpoint(folder, verify=verify)
+        except CheckpointError as error:
+            fault[0] = str(error)
+            if not has_others:
+                raise
+    if has_others:
+        dist.broadcast_object_list(fault, 0)
+    if fault[0] is not None:
+        raise CheckpointError(fault[0])
+    checkpoint = checkpoint or open_checkpoint(folder, verify=False)
     return {
         "pytorch-lightning_version": pl.__version__,
         "callbacks": {},

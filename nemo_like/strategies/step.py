@@ -52,6 +52,7 @@ def run_step(
     if model.seed is not None:
         seed_step(model.seed, model.trainer.global_step, rank)
     micro_batches = batch.micro_batches
+    model.step_sums = {}
     num_targets, units = count_step(model, batch, size=size, group=group, device=device)
     # Averaging over ranks, which data parallelism does, must not divide a sum that is divided already.
     scale = size / num_targets
@@ -80,7 +81,7 @@ def note_step(
     """Makes the mean loss of a step known.
 
     Args:
-        model: Its ``step_metrics`` are filled.
+        model: Its ``step_metrics`` are filled, with the means of its ``step_sums`` besides.
         total: The sum of the loss over the targets of this rank; float64.
         num_targets: Over all ranks, as :func:`count_step` gives them.
         units: Likewise.
@@ -90,8 +91,16 @@ def note_step(
     Returns:
         The mean loss over all targets of all ranks; a scalar.
     """
+    model.nonfinite.share = total.clone() if size > 1 else total
+    sums, model.step_sums = model.step_sums, {}
+    if sums:
+        total = torch.stack([total, *sums.values()])
     if size > 1:
         dist.all_reduce(total, group=group)
+    if sums:
+        for name, mean in zip(sums, (total[1:] / num_targets).float(), strict=True):
+            model.step_metrics[f"train/{name}"] = mean
+        total = total[0]
     mean = (total / num_targets).float()
     model.step_metrics["train/loss"] = mean
     model.step_metrics["train/units"] = units

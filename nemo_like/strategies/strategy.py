@@ -15,11 +15,19 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nemo_like.core import notice
+from nemo_like.core.agreement import Agreement, Flag
 from nemo_like.core.checkpoint import Checkpoint
+from nemo_like.core.checkpoint_writer import CheckpointWriter
 from nemo_like.core.datamodule import DataModule, StepBatch
 from nemo_like.core.launch import outlast_gloo
 from nemo_like.core.model import Model
+from nemo_like.core.nonfinite import read_together
 from nemo_like.strategies.activation import checkpoint_activations, offload_activations
+from nemo_like.strategies.average import WeightAverage
+from nemo_like.strategies.config import NOT_ALONE
+from nemo_like.strategies.micro_batch import explain_out_of_memory, find_micro_batch_size
+from nemo_like.strategies.nonfinite import judge_step, report_left_out, update_scale
 from nemo_like.strategies.resume import (
     checkpoint_of,
     collect_optimizer_tensors,
@@ -41,7 +49,8 @@ class StepStrategy(pl.strategies.DDPStrategy):
     subclass says how the model is spread (:meth:`wrap_model`), and what follows from it.
 
     Args:
-        micro_batch_size: Samples that are computed at once; a matter of memory, not of the result.
+        micro_batch_size: Samples that are computed at once; a matter of memory, not of the result. ``auto`` tries what
+            fits when training starts.
         activation_checkpointing: What the backward pass computes again instead of keeping it: ``none``, ``selective``
             (all but the results of matrix products) or ``full`` (all but the inputs of the blocks).
         activation_offload: Keep what the backward pass needs in the memory of the host.
@@ -49,32 +58,50 @@ class StepStrategy(pl.strategies.DDPStrategy):
         options: Of Lightning's ``DDPStrategy``.
 
     Raises:
-        ValueError: ``micro_batch_size`` is below 1.
+        ValueError: ``micro_batch_size`` is below 1, or ``auto`` where no rank can try alone.
     """
 
     handles_gradient_accumulation = True
     spreads_weights = False
     """Whether no rank holds all weights, so that :meth:`gather_weights` has to communicate."""
 
+    tries_alone = False
+    """Whether the passes of a micro-batch need no other rank, so that ``micro_batch_size=auto`` can try sizes."""
+
     fills_weights = False
     """Whether :meth:`wrap_model` takes a model without weights (on the meta device), drawing each rank's part."""
+
+    exchanges_weights = True
+    """Whether validation can see the moving average of the weights: they lie where the optimizer has them."""
 
     def __init__(
         self,
         *,
-        micro_batch_size: int = 1,
+        micro_batch_size: int | Literal["auto"] = 1,
         activation_checkpointing: Literal["none", "selective", "full"] = "none",
         activation_offload: bool = False,
         timeout_s: float = 1800.0,
         **options: Any,
     ) -> None:
+        self.finds_micro_batch = micro_batch_size == "auto"
+        if micro_batch_size == "auto":
+            if not self.tries_alone:
+                raise ValueError(f"micro_batch_size=auto: {NOT_ALONE}")
+            micro_batch_size = 1
         if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size={micro_batch_size}: must be at least 1")
+            raise ValueError(f"micro_batch_size={micro_batch_size}: must be at least 1, or 'auto'")
         self.micro_batch_size = micro_batch_size
         self.activation_checkpointing = activation_checkpointing
         self.activation_offload = activation_offload
         self._parameters: list[nn.Parameter] | None = None
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        self._is_left_out = False
+        self.agreement = Agreement()
+        self.checkpoint_writer = CheckpointWriter(
+            on_failure=lambda: self.agreement.raise_flag(Flag.FAILED)
+        )
+        self.verify_checkpoints = True
+        self.average = WeightAverage(self)
         super().__init__(timeout=timedelta(seconds=timeout_s), **options)
 
     # What the data module asks (core.datamodule.DataParallel).
@@ -132,11 +159,26 @@ class StepStrategy(pl.strategies.DDPStrategy):
         checkpoint_activations(self.module, self.activation_checkpointing)
         self.wrap_model()
         if trainer.training:
+            self.agreement = Agreement.among_ranks(self._timeout)
             self.setup_optimizers(trainer)
+            self.average.check()
             if self.root_device.type == "cpu":
                 _forget_gpus(self.optimizers)
         self.setup_precision_plugin()
         self._hooks = _find_hooks(trainer, self.module)
+        if trainer.training and self.finds_micro_batch:
+            self.micro_batch_size = find_micro_batch_size(self, trainer)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for the other ranks; takes signals back first, as Lightning has just put its handlers over ours."""
+        notice.reclaim()
+        super().barrier(*args, **kwargs)
+
+    def teardown(self) -> None:
+        """Waits for the last agreement and the last save, then gives back what the run held."""
+        self.checkpoint_writer.close()
+        self.agreement.close()
+        super().teardown()
 
     def wrap_model(self) -> None:
         """Spreads the model over the ranks; before the optimizer is made."""
@@ -175,17 +217,23 @@ class StepStrategy(pl.strategies.DDPStrategy):
         optimizer = self.optimizers[0]
         self._call_hooks("on_before_zero_grad", optimizer)
         self.zero_grad()
-        loss = self.run_micro_batches(batch)
+        self._is_left_out = False
+        with explain_out_of_memory(self):
+            loss = self.run_micro_batches(batch)
         self._call_hooks("on_after_backward")
         model.step_metrics["train/lr"] = optimizer.param_groups[0]["lr"]
         # Through Lightning's wrapper, which counts the step and comes back to optimizer_step() below.
-        model.optimizers().step()  # type: ignore[union-attr]
+        with explain_out_of_memory(self):
+            model.optimizers().step()  # type: ignore[union-attr]
         for config in self.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             scheduler.step()
         datamodule = getattr(model.trainer, "datamodule", None)
         if isinstance(datamodule, DataModule):
             datamodule.position = batch.position
+        if self._is_left_out:
+            report_left_out(model, batch, rank=self.data_parallel_rank)
+        self.agreement.exchange()
         return loss
 
     def optimizer_step(
@@ -195,18 +243,46 @@ class StepStrategy(pl.strategies.DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Clips the gradients and changes the weights."""
+        """Clips the gradients and changes the weights, if loss and gradient are finite; else nothing, on any rank."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             scaler.unscale_(optimizer)
         self._call_hooks("on_before_optimizer_step", optimizer)
-        norm = self.clip_grad_norm(self.module.gradient_clip_norm)
-        self.module.step_metrics["train/grad_norm"] = norm
-        if scaler is None:
-            return optimizer.step()
-        output = scaler.step(optimizer)
-        scaler.update()
+        loss, norm = read_together(
+            self.module.step_metrics["train/loss"],  # type: ignore[arg-type]
+            self.clip_grad_norm(self.module.gradient_clip_norm),
+        )
+        scale = None if scaler is None else scaler.get_scale
+        is_finite, self._is_left_out = judge_step(self.module, loss, norm, scale=scale)
+        output = optimizer.step() if is_finite else None
+        if is_finite:
+            self.average.update()
+        if scaler is not None:
+            update_scale(scaler, is_finite=is_finite, is_left_out=self._is_left_out)
         return output
+
+    def trained_tensors(self) -> list[Tensor]:
+        """What the optimizer updates on this rank."""
+        return [it for group in self.optimizers[0].param_groups for it in group["params"]]
+
+    def publish_weights(self) -> None:
+        """Brings what the model computes with up to date with :meth:`trained_tensors`; here they are the same."""
+
+    def on_validation_start(self) -> None:
+        """Puts the average of the weights in their place, where it is what the run validates."""
+        super().on_validation_start()
+        self.average.start_validation()
+
+    def on_validation_end(self) -> None:
+        """Puts the weights back."""
+        super().on_validation_end()
+        self.average.end_validation()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Puts the weights back, if a validation was interrupted."""
+        super().on_exception(exception)
+        self.agreement.abandon()
+        self.average.end_validation()
 
     def zero_grad(self) -> None:
         """Forgets the gradients of the last step."""
@@ -287,12 +363,11 @@ class StepStrategy(pl.strategies.DDPStrategy):
 
         A slice is a DTensor; no rank holds the whole of what is spread.
         """
-        return self.module.state_dict(), collect_optimizer_tensors(self.optimizers[0], self.module)
+        return self.module.checkpoint_tensors(), collect_optimizer_tensors(self.optimizers[0], self.module)
 
     def fill_weights(self, checkpoint: Checkpoint) -> None:
         """Reads this rank's part of the weights in place."""
-        # The tensors of a state dict are those of the module, so filling them is loading.
-        checkpoint.load_tensors("model", self.module.state_dict())
+        checkpoint.load_tensors("model", self.module.checkpoint_tensors())
 
     def fill_optimizer(self, checkpoint: Checkpoint) -> None:
         """Reads this rank's part of the optimizer state."""
@@ -313,15 +388,29 @@ class StepStrategy(pl.strategies.DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Writes a checkpoint folder; called on all ranks."""
-        model, optimizer = self.collect_tensors()
-        save_run(checkpoint, Path(filepath), model=model, optimizer=optimizer)
+        """Writes a checkpoint folder; called on all ranks.
+
+        Args:
+            checkpoint: What Lightning collected.
+            filepath: The folder.
+            storage_options: ``core.checkpoint_writer.SaveOptions``; None returns when it is whole.
+        """
+        with self.average.out_of_place():
+            model, optimizer = self.collect_tensors()
+            save_run(
+                checkpoint,
+                Path(filepath),
+                writer=self.checkpoint_writer,
+                model=model,
+                optimizer=optimizer,
+                options=storage_options,
+            )
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Opens a checkpoint folder; tensors are read by the two methods below."""
-        return load_run(Path(checkpoint_path))
+        return load_run(Path(checkpoint_path), verify=self.verify_checkpoints)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fills the weights."""
@@ -331,6 +420,7 @@ class StepStrategy(pl.strategies.DDPStrategy):
         """Fills the optimizer and sets step and learning rate."""
         opened = checkpoint_of(checkpoint)
         self.fill_optimizer(opened)
+        self.average.forget_unused()
         restore_progress(opened, self.module)
 
 

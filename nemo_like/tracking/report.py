@@ -31,6 +31,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 # Shown with the loss, or no curve to look at.
 _NOT_SMALL = ("train/loss", "val/loss", "train/units")
 _FROM_ZERO = ("perf/", "train/lr", "train/grad_norm")
+# In a section of their own.
+_MACHINE = "machine/"
 _YAML_LINE = re.compile(
     r"^(?P<indent>[\s-]*)(?P<key>[^\s:#'\"][^:#]*)(?P<colon>:)(?P<value>\s.*|)$"
 )
@@ -84,6 +86,7 @@ def write_report(
         _render_header(facts),
         _render_curves(curves),
         *map(_render_section, sections),
+        _render_machine(curves),
     ]
     if config:
         parts.append(
@@ -160,7 +163,7 @@ def _render_curves(curves: Curves) -> str:
     small = []
     for name, (steps, values) in sorted(curves.items(), key=_judge_first):
         # One point is no curve.
-        if name in _NOT_SMALL or len(steps) < 2:
+        if name in _NOT_SMALL or name.startswith(_MACHINE) or len(steps) < 2:
             continue
         color = {"v": "b", "p": "d"}.get(name[0], "c")
         line = Line(
@@ -172,6 +175,26 @@ def _render_curves(curves: Curves) -> str:
         return ""
     grid = f'<div class="small">{"".join(small)}</div>' if small else ""
     return f"<section>\n<h2>Loss by optimizer step</h2>\n{large}{grid}\n</section>"
+
+
+def _render_machine(curves: Curves) -> str:
+    """Memory and load over the steps: the mean over the ranks, and least and most where there are several."""
+    figures = []
+    for name, (steps, values) in sorted(curves.items()):
+        metric = name.removeprefix(_MACHINE)
+        if not name.startswith(_MACHINE) or name.endswith(("_min", "_max")) or len(steps) < 2:
+            continue
+        lines = [
+            Line(label=label, steps=curve[0], values=curve[1], color=color)
+            for label, color in (("min", "c"), ("max", "b"))
+            if (curve := curves.get(f"{name}_{label}")) is not None
+        ]
+        lines.append(Line(label="mean", steps=steps, values=values, color="d"))
+        chart = render_chart(lines, width=380, height=170, from_zero=True)
+        figures.append(f"<figure><figcaption>{escape(metric)}</figcaption>{chart}</figure>")
+    if not figures:
+        return ""
+    return f'<section>\n<h2>Machine by optimizer step</h2>\n<div class="small">{"".join(figures)}</div>\n</section>'
 
 
 def _judge_first(item: tuple[str, Any]) -> tuple[int, str]:

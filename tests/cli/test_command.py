@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,11 +76,11 @@ def test_mistakes_are_one_line_with_the_nearest_name_and_code_2(folder: Path) ->
 
 def test_ls_shows_runs_and_groups_with_what_they_are_for(folder: Path) -> None:
     out, _ = run("ls", "--config-dir", ".")
-    assert "  llm/tiny        A run that is checked and never started.\n" in out
+    assert re.search(r"^  llm/tiny +A run that is checked and never started.$", out, re.MULTILINE)
     assert "  llm/quickstart" in out
-    assert "  optim      adamw, muon\n" in out
+    assert "  optim      adamw, adamw_8bit, muon\n" in out
     out, _ = run("ls", "optims")
-    assert out.splitlines()[0].startswith("  adamw  AdamW;")
+    assert out.splitlines()[0].split(maxsplit=1)[1].startswith("AdamW;")
 
 
 def test_cp_gives_a_run_of_ones_own_that_validates(folder: Path) -> None:

@@ -15,9 +15,9 @@ from nemo_like.core.checkpoint import (
     find_checkpoints,
     open_checkpoint,
     remove_checkpoint,
-    save_checkpoint,
     to_plain,
 )
+from nemo_like.core.checkpoint_writer import save_checkpoint
 from nemo_like.core.errors import CheckpointError
 
 WEIGHTS = {
@@ -64,7 +64,7 @@ def test_nothing_is_left_of_a_save_but_the_folder(saved: Path) -> None:
 
 
 def test_a_checkpoint_is_never_written_over(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match="step_00000007: exists already"):
+    with pytest.raises(CheckpointError, match="step_00000007 exists already"):
         save_checkpoint(saved, model=WEIGHTS, optimizer={}, state={"step": 7}, files={})
 
 

@@ -222,7 +222,8 @@ def test_two_runs_are_refused(folder: Path) -> None:
 
 def test_unknown_group_option(folder: Path) -> None:
     assert fault("optim=adamm") == (
-        "override 'optim=adamm': there is no option of optim 'adamm'; did you mean 'adamw'; there are: adamw, muon"
+        "override 'optim=adamm': there is no option of optim 'adamm'; did you mean 'adamw'; "
+        "there are: adamw, adamw_8bit, muon"
     )
 
 

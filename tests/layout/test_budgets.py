@@ -123,7 +123,9 @@ def test_models_stand_close_to_lightning() -> None:
 
 
 def test_examples_are_entry_points_only() -> None:
-    assert [f"{place(path)}::{it.name}" for path, it in classes("examples")] == []
+    # What stands in for SLURM is a program of its own.
+    found = [f"{place(path)}::{it.name}" for path, it in classes("examples")]
+    assert [it for it in found if not it.startswith("examples/slurm/rehearsal/")] == []
     imported = [
         f"{place(path)}:{node.lineno}"
         for path in SOURCES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,18 +121,20 @@ def test_resumed_is_uninterrupted_bit_for_bit(interrupted_at: int, tmp_path: Pat
 
 @pytest.mark.dist
 def test_another_number_of_ranks_goes_on_at_the_exact_sample(tmp_path: Path) -> None:
-    whole = fit(steps=9)
-    fit(steps=3, folder=tmp_path / "one")
-    two = run_world(
-        2, fit_rank,
-        {"steps": 6, "devices": 2, "micro_batch_size": 4, "folder": tmp_path / "two",
-         "resume": tmp_path / "one" / "step_00000003"},
-    )  # fmt: skip
-    back = fit(steps=9, resume=tmp_path / "two" / "step_00000006")
-    drawn = [sorted(a + b) for a, b in zip(two[0]["sample_ids"], two[1]["sample_ids"], strict=True)]
-    assert drawn == [sorted(step) for step in whole["sample_ids"][3:6]]
-    assert back["sample_ids"] == whole["sample_ids"][6:]
-    for run, expected in ((two[0], whole["steps"][3:6]), (back, whole["steps"][6:])):
+    whole = fit(steps=12)
+    fit(steps=3, folder=tmp_path)
+    runs = []
+    for size, first in ((2, 3), (3, 6)):
+        options = {"devices": size, "micro_batch_size": 4, "folder": tmp_path, "steps": first + 3}
+        options["resume"] = tmp_path / f"step_{first:08d}"
+        ranks = run_world(size, fit_rank, options)
+        ids = zip(*(rank["sample_ids"] for rank in ranks), strict=True)
+        # Each rank has a contiguous share of the step.
+        assert [list(chain(*step)) for step in ids] == whole["sample_ids"][first : first + 3]
+        runs.append((ranks[0], whole["steps"][first : first + 3]))
+    back = fit(steps=12, resume=tmp_path / "step_00000009")
+    assert back["sample_ids"] == whole["sample_ids"][9:]
+    for run, expected in (*runs, (back, whole["steps"][9:])):
         losses = torch.tensor([step["train/loss"] for step in run["steps"]])
         assert_close(losses, torch.tensor([step["train/loss"] for step in expected]), **EXACT)
 

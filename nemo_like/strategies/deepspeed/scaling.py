@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_like.strategies.nonfinite import LOWEST_SCALE
+
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 """Finite steps after which the scale is doubled; both are torch's own values."""
@@ -31,7 +33,7 @@ class StepLossScaler:
         self._scaler: Any = DynamicLossScaler(
             init_scale=INITIAL_SCALE,
             scale_window=GROWTH_INTERVAL,
-            min_scale=1.0,
+            min_scale=LOWEST_SCALE,
             delayed_shift=1,
             consecutive_hysteresis=False,
         )

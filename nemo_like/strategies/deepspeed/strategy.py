@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,12 +29,12 @@ from nemo_like.strategies.deepspeed.tensors import (
     collect_weights,
     is_partitioned,
     join_weights,
+    leave_out,
     read_layout,
     restore_states,
 )
+from nemo_like.strategies.nonfinite import judge_step
 from nemo_like.strategies.strategy import StepStrategy
-
-logger = logging.getLogger(__name__)
 
 _ELEMENTWISE = (AdamW, Adam, SGD)
 """Optimizers that give the same result on a parameter that is cut anywhere."""
@@ -73,8 +73,7 @@ class DeepSpeedStrategy(StepStrategy):
     """DeepSpeed's ZeRO: what each data-parallel rank would hold again is cut over the ranks instead.
 
     Weights are FP32 with autocast around the loss, as under all strategies. ``fp16-mixed`` is scaled by DeepSpeed's
-    dynamic loss scaler. A step whose gradients are not finite is left out, in all number formats; it counts as a step
-    for the schedule and the data. Optimizers are those that treat each element on its own.
+    dynamic loss scaler. Optimizers are those that treat each element on its own.
 
     Args:
         stage: What is cut: 1 the optimizer state, 2 the gradients as well, 3 the parameters as well. Stage 1 reduces
@@ -87,6 +86,8 @@ class DeepSpeedStrategy(StepStrategy):
         MissingExtraError: DeepSpeed is not installed.
         ValueError: There is no such stage, or it has no parameters to offload.
     """
+
+    exchanges_weights = False
 
     def __init__(
         self,
@@ -251,18 +252,25 @@ class DeepSpeedStrategy(StepStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Clips and steps through the engine, which knows where the gradients are."""
+        """Clips and steps through the engine, which knows where the gradients are and leaves out those not finite."""
         self._call_hooks("on_before_optimizer_step", optimizer)
-        self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        self.module.step_metrics["train/grad_norm"] = torch.as_tensor(norm, dtype=torch.float32)
-        if self._loss_scaler is not None:
-            self._loss_scaler.store()
-        elif not self._engine.was_step_applied():
-            logger.warning(
-                "step %d was left out: its gradients are not finite",
-                self.module.trainer.global_step,
-            )
+        loss = float(self.module.step_metrics["train/loss"])
+        with nullcontext() if math.isfinite(loss) else leave_out(self._engine):
+            self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        scaler = self._loss_scaler
+        scale = None if scaler is None else lambda: scaler.cur_scale
+        is_finite, self._is_left_out = judge_step(self.module, loss, norm, scale=scale)
+        assert is_finite == self._engine.was_step_applied(), "both judge by the same norm"
+        if is_finite:
+            self.average.update()
+        if scaler is not None and not self._is_left_out:
+            scaler.store()
+
+    def trained_tensors(self) -> list[Tensor]:
+        """The stretches of this rank, which hold FP32 weights."""
+        assert self._layout is not None, "made with the engine"
+        return self._layout.flats
 
     # Saving and loading. Weights are read before the engine cuts them: by the base class.
 

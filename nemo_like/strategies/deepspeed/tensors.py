@@ -8,6 +8,7 @@ put together on its own and let go again: a rank never holds more than its share
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,20 @@ def read_layout(engine: Any, module: nn.Module) -> Layout:
             flat = flats[mapping.param_group_index]
             places[name] = Place(flat, here.start, there.start, here.numel)
     return Layout(flats, places)
+
+
+@contextmanager
+def leave_out(engine: Any) -> Iterator[None]:
+    """Has the engine treat a step as one whose gradients are not finite: forget them and change nothing."""
+    zero = engine.optimizer
+    # What the engine judges a step by: one figure for all parameters, or one for each group of them.
+    is_third = engine.zero_optimization_stage() == 3
+    name = "_get_norm_groups" if is_third else "scaled_global_norm"
+    setattr(zero, name, lambda: [torch.inf] if is_third else torch.inf)
+    try:
+        yield
+    finally:
+        delattr(zero, name)
 
 
 def is_partitioned(parameter: Tensor) -> bool:

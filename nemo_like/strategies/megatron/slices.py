@@ -114,17 +114,17 @@ class CanonicalSlice:
         return canonical.to_local()
 
 
-def clip_norm(slices: list[CanonicalSlice], max_norm: float | None, device: torch.device) -> Tensor:
+def clip_norm(slices: list[CanonicalSlice], max_norm: float | None, loss: Tensor) -> Tensor:
     """Clips the gradients by their global norm and gives the norm before clipping; a scalar, the same on all ranks.
 
     Args:
         slices: Of this rank.
         max_norm: None only measures.
-        device: Where the norm is summed.
+        loss: Of the step. Where one rank's is not finite, no rank's norm is: they judge the step alike.
     """
     gradients = [it.gradient for it in slices if it.gradient is not None]
     counted = [it.gradient for it in slices if it.gradient is not None and it.is_counted]
-    square = torch.zeros((), device=device)
+    square = loss * 0  # nan where it is not finite
     if counted:
         square += torch.nn.utils.get_total_norm(counted).square()
     dist.all_reduce(square)

@@ -213,7 +213,7 @@ class MegatronStrategy(StepStrategy):
         self.model_to_device()
         for name, it in self._slices.items():
             self._set_parameter(name, it.parameter)
-        self._publish()
+        self.publish_weights()
         stages: list[Any] = [None] * self.pipeline_parallel
         dist.all_gather_object(stages, list(self._slices), group=self._pipeline_group)
         self._stage_of = {name: stage for stage, names in enumerate(stages) for name in names}
@@ -245,7 +245,7 @@ class MegatronStrategy(StepStrategy):
         group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
         return group
 
-    def _publish(self) -> None:
+    def publish_weights(self) -> None:
         """Brings Megatron's parameters up to date with the canonical ones."""
         from megatron.core import parallel_state
 
@@ -313,12 +313,13 @@ class MegatronStrategy(StepStrategy):
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Clips by the norm over all slices, each counted once."""
-        return clip_norm(list(self._slices.values()), max_norm, self.root_device)
+        loss = torch.as_tensor(self.module.step_metrics["train/loss"], device=self.root_device)
+        return clip_norm(list(self._slices.values()), max_norm, loss)
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
         """Changes the slices, then Megatron's parameters."""
         output = super().optimizer_step(*arguments, **options)
-        self._publish()
+        self.publish_weights()
         return output
 
     def compute_loss_sum(self, micro_batch: Any) -> Tensor:
@@ -333,7 +334,7 @@ class MegatronStrategy(StepStrategy):
         """Reads this rank's slices."""
         tensors = {name: it.parameter.detach() for name, it in self._slices.items()}
         checkpoint.load_tensors("model", tensors, elsewhere=self._elsewhere)
-        self._publish()
+        self.publish_weights()
 
     def fill_optimizer(self, checkpoint: Checkpoint) -> None:
         """Reads this rank's slices of the optimizer state."""

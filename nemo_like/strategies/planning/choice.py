@@ -96,6 +96,26 @@ def choose(
     return Choice([*fitting, *others], _take(fitting) if fitting else None)
 
 
+def fit_micro_batch(plan: Plan, work: Work, devices: Devices) -> Plan:
+    """The plan with the largest micro-batch that fits by estimate, of those that ``micro_batch_size=auto`` tries."""
+    share = -(-work.global_batch_size // plan.data_parallel)
+    for size in list_halves(share):
+        plan = replace(plan, micro_batch_size=size)
+        if row_of(plan, work, devices).fits:
+            break
+    return plan
+
+
+def list_halves(share: int) -> Iterator[int]:
+    """A share of samples in one, in two, in four equal parts, ..., down to 1; each size once."""
+    size, power = 0, 0
+    while size != 1:
+        last, size = size, -(-share // 2**power)
+        power += 1
+        if size != last:
+            yield size
+
+
 def row_of(plan: Plan, work: Work, devices: Devices) -> Row:
     """A plan with its figures."""
     memory = estimate(plan, work)

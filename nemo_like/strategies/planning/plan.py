@@ -116,11 +116,15 @@ class Plan:
 
 
 def read_plan(strategy: Strategy, settings: Mapping[str, Any], ranks: int) -> Plan:
-    """The plan that a strategy's settings describe; settings that concern neither memory nor time are left out."""
+    """The plan that a strategy's settings describe; settings that concern neither memory nor time are left out.
+
+    ``micro_batch_size=auto`` is read as 1, what every device has to have room for.
+    """
     keys = (*_COMMON, *_OWN[strategy])
-    return Plan(
-        strategy=strategy, ranks=ranks, **{key: settings[key] for key in keys if key in settings}
-    )
+    given = {key: settings[key] for key in keys if key in settings}
+    if given.get("micro_batch_size") == "auto":
+        given["micro_batch_size"] = 1
+    return Plan(strategy=strategy, ranks=ranks, **given)
 
 
 def find_strategy(component: Mapping[str, Any]) -> Strategy | None:

@@ -82,9 +82,9 @@ def count_stage(work: Work, *, stage: int, stages: int, tensor_parallel: int) ->
 
 
 def count_states(work: Work, weights: Weights) -> int:
-    """Numbers that the optimizer keeps: two for each weight, but one for Muon's matrices."""
+    """Numbers that the optimizer keeps: two for each weight, but one for Muon's matrices; one more with an average."""
     hidden = weights.layers * weights.matrices if work.optimizer == "muon" else 0
-    return 2 * weights.total - hidden
+    return (3 if work.keeps_average else 2) * weights.total - hidden
 
 
 def count_step_bytes(work: Work) -> int:

@@ -89,6 +89,8 @@ class Work:
     """Of the forward and backward pass."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Which states it keeps."""
+    keeps_average: bool = False
+    """Whether it keeps a moving average of the weights as well."""
     platform: Literal["cpu", "gpu"] = "gpu"
     """Kernels differ in what they keep: the CPU has no fused normalisation."""
     packed: bool = True
@@ -131,6 +133,7 @@ def read_work(config: Any, *, platform: Literal["cpu", "gpu"]) -> Work | None:
         global_batch_size=global_batch_size,
         precision=config.trainer.precision,
         optimizer="muon" if is_muon(config.optim) else "adamw",
+        keeps_average=config.optim.get("ema_decay") is not None,
         platform=platform,
     )
 
