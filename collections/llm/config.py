@@ -122,3 +122,19 @@ class TextDataModuleConfig:
         yield from self.check()
         for name, part in (("tokenizer", self.tokenizer), ("mixture", self.mixture)):
             yield from (f"{name}.{fault}" for fault in part.check())
+
+
+@dataclass(kw_only=True)
+class HeldOutSamplesConfig:
+    """Answers to held-out prompts after each validation."""
+
+    num_prompts: int = 4
+    """How many; always the same ones, the first of the validation data."""
+    max_tokens: int = 64
+    """Longest answer in tokens."""
+
+    def check(self) -> Iterator[str]:
+        """Faults in the values."""
+        for name in ("num_prompts", "max_tokens"):
+            if getattr(self, name) < 1:
+                yield f"{name}={getattr(self, name)}: must be at least 1"

@@ -11,7 +11,7 @@ window of a document, which has less to predict, has more: the rule of lm-eval's
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,10 +69,12 @@ class Evaluation:
     """Which token stands before each document."""
     tokenizer: str
     """Size and content hash."""
+    quantized: Mapping[str, BitsPerByte] = field(default_factory=dict)
+    """Of the same network with quantised weights, by kind."""
 
     def to_section(self, title: str = "Bits per byte on held-out text") -> Section:
         """A table with a row for each subset and for each of the three aggregates."""
-        columns = [self.model, *self.compressors.values()]
+        columns = [self.model, *self.quantized.values(), *self.compressors.values()]
         rows: list[list[str | int | float]] = [
             [name, self.num_documents[name], size, *(column.by_subset[name] for column in columns)]
             for name, size in self.num_bytes.items()
@@ -81,7 +83,7 @@ class Evaluation:
         rows.append(["all, pooled over bytes", *total, *(column.pooled for column in columns)])
         rows.append(["all, weighted mean", "", "", *(column.weighted for column in columns)])
         rows.append(["all, plain mean", "", "", *(column.mean for column in columns)])
-        names = ["subset", "documents", "bytes", "model", *self.compressors]
+        names = ["subset", "documents", "bytes", "model", *self.quantized, *self.compressors]
         emphasis = range(len(rows) - 3, len(rows))
         return Section(
             title=title,
@@ -106,7 +108,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure in full precision, for JSON."""
-        figures = {"model": self.model, **self.compressors}
+        figures = {"model": self.model, **self.quantized, **self.compressors}
         return {
             "bits_per_byte": {
                 name: {

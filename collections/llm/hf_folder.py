@@ -16,10 +16,12 @@ from nemo_like.core.errors import CheckpointError
 
 from .decoder.config import DecoderConfig
 from .decoder.convert import (
+    TIED_OUTPUT,
     check_hf_names,
+    check_tied_output,
     config_from_hf,
     config_to_hf,
-    state_from_hf,
+    list_shapes,
     state_to_hf,
     to_hf_name,
 )
@@ -45,26 +47,58 @@ def load_hf_folder(path: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
         CheckpointError: A file is missing or damaged, weights are pickled, or they do not fit the configuration.
         ConfigError: The configuration is not supported.
     """
+    config, read = open_hf_folder(path)
+    return config, read(list(list_shapes(config)))
+
+
+def open_hf_folder(
+    path: str | Path,
+) -> tuple[DecoderConfig, Callable[[Sequence[str]], dict[str, Tensor]]]:
+    """Reads the shape of a folder; the weights are read when they are asked for, by our names.
+
+    Raises:
+        CheckpointError: As :func:`load_hf_folder`; a file that is damaged where its tensors lie is found by reading.
+        ConfigError: Likewise.
+    """
     from safetensors import SafetensorError, safe_open
 
     folder = Path(path)
     config_file = folder / "config.json"
     config = config_from_hf(_read_json(config_file), source=str(config_file))
-    file = folder
+    places: dict[str, Path] = {}
     shapes: dict[str, list[int]] = {}
-    state: dict[str, Tensor] = {}
-    files = _list_weight_files(folder)
-    try:
-        for file in files:
+
+    def read_stored(names: Sequence[str]) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for file in dict.fromkeys(places[name] for name in names):
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    state |= {it: opened.get_tensor(it) for it in names if places[it] == file}
+            except SafetensorError as error:
+                raise _damaged(file, error) from error
+        return state
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        state = read_stored([to_hf_name(name) for name in names])
+        return {name: state[to_hf_name(name)] for name in names}
+
+    for file in list_weight_files(folder):
+        try:
             with safe_open(file, framework="pt") as opened:
-                shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-        check_hf_names(shapes, config, source=str(folder))
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                state |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: damaged ({error}); fetch or copy it again") from error
-    return config, state_from_hf(state, config, source=str(folder))
+                for name in opened.keys():  # noqa: SIM118
+                    shapes[name], places[name] = opened.get_slice(name).get_shape(), file
+        except SafetensorError as error:
+            raise _damaged(file, error) from error
+    check_hf_names(shapes, config, source=str(folder))
+    if config.tie_embeddings and TIED_OUTPUT in places:
+        check_tied_output(
+            read_stored([TIED_OUTPUT, to_hf_name("embedding.weight")]), source=str(folder)
+        )
+    return config, read
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file}: damaged ({error}); fetch or copy it again")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -79,7 +113,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _list_weight_files(folder: Path) -> list[Path]:
+def list_weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights of a folder.
+
+    Raises:
+        CheckpointError: There are none, or only pickled ones.
+    """
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if (folder / INDEX).exists():

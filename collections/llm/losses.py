@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 CPU_CHUNK_LOGITS = 2**22
 GPU_CHUNK_LOGITS = 2**28
 MIN_CHUNK_TOKENS = 256
+_NO_TARGET = -100
 
 
 def chunked_cross_entropy_sum(
@@ -82,6 +83,34 @@ def token_losses(
     hidden_ND, targets_N = hidden_BTD.flatten(0, -2), targets_BT.flatten()
     loss_N = _token_losses(hidden_ND, weight_VD, targets_N, size, ignore_index)
     return loss_N.view_as(targets_BT)
+
+
+def token_log_probs(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, chunk_tokens: int | None = None
+) -> Tensor:
+    """Computes the log-probability of each target, with a gradient that may differ from token to token.
+
+    The loss of a preference weighs the tokens of an answer by what all of them come to, so no sum can be taken on the
+    way. Logits exist for one chunk at a time. The gradient of the hidden states is computed along with them; only where
+    the output matrix is trained, too, backward makes the logits once more.
+
+    Args:
+        hidden_ND: Hidden states behind the final norm, of scored tokens only.
+        weight_VD: Output matrix.
+        targets_N: int64, 0 to V - 1.
+        chunk_tokens: As in :func:`chunked_cross_entropy_sum`.
+
+    Returns:
+        (N,) in nats, float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: ``chunk_tokens`` is below 1.
+    """
+    size = _choose_chunk_tokens(chunk_tokens, weight_VD)
+    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
+        log_probs_N: Tensor = _TokenLogProbs.apply(hidden_ND, weight_VD, targets_N, size)
+        return log_probs_N
+    return -_token_losses(hidden_ND, weight_VD, targets_N, size, _NO_TARGET)
 
 
 def _choose_chunk_tokens(chunk_tokens: int | None, weight_VD: Tensor) -> int:
@@ -216,3 +245,58 @@ class _CrossEntropySum(Function):
         if weight_grad_VD is not None:
             weight_grad_VD.mul_(grad)
         return hidden_grad_ND, weight_grad_VD, None, None, None
+
+
+class _TokenLogProbs(Function):
+    """Log-probabilities, and in the same pass what each of them is by its hidden state."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, size: int
+    ) -> Tensor:
+        dtype = ctx.dtype = _compute_dtype(hidden_ND)
+        ctx.size = size
+        buffer_CV = _make_buffer(hidden_ND, weight_VD, size, dtype)
+        loss_N = buffer_CV.new_empty(hidden_ND.size(0))
+        slope_ND = torch.empty_like(hidden_ND)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            compute_weight_VD = weight_VD.to(dtype)
+            for start in range(0, hidden_ND.size(0), size):
+                chunk = slice(start, start + size)
+                hidden_CD = hidden_ND[chunk].to(dtype)
+                logits_CV = _compute_logits(buffer_CV, hidden_CD, compute_weight_VD)
+                loss_C1, grad_CV = _differentiate(logits_CV, targets_N[chunk])
+                loss_N[chunk] = loss_C1.squeeze(1)
+                slope_ND[chunk] = -(grad_CV.to(dtype) @ compute_weight_VD)
+        kept = (hidden_ND, weight_VD, targets_N) if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(slope_ND, *kept)
+        return -loss_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        slope_ND, *kept = ctx.saved_tensors
+        hidden_grad_ND = slope_ND * grad_N.to(slope_ND.dtype).unsqueeze(1)
+        if not kept:
+            return hidden_grad_ND, None, None, None
+        hidden_ND, weight_VD, targets_N = kept
+        dtype, size = ctx.dtype, ctx.size
+        buffer_CV = _make_buffer(hidden_ND, weight_VD, size, dtype)
+        weight_grad_VD = torch.zeros_like(weight_VD, dtype=_sum_dtype(weight_VD.dtype))
+        compute_weight_VD = weight_VD.to(dtype)
+        for start in range(0, hidden_ND.size(0), size):
+            chunk = slice(start, start + size)
+            hidden_CD = hidden_ND[chunk].to(dtype)
+            logits_CV = _compute_logits(buffer_CV, hidden_CD, compute_weight_VD)
+            _, grad_CV = _differentiate(logits_CV, targets_N[chunk])
+            grad_CV.mul_(-grad_N[chunk].unsqueeze(1))
+            weight_grad_VD += grad_CV.to(dtype).T @ hidden_CD
+        return hidden_grad_ND, weight_grad_VD.to(weight_VD.dtype), None, None
+
+
+def _differentiate(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses, (C, 1), and what they are by the logits (softmax - one hot), in the logits' memory."""
+    target_C1, ignored_C1 = _split_targets(targets_C, _NO_TARGET)
+    loss_C1, sum_C1 = _exponentiate(logits_CV, target_C1, ignored_C1)
+    grad_CV = logits_CV.div_(sum_C1)
+    return loss_C1, grad_CV.scatter_(1, target_C1, grad_CV.gather(1, target_C1) - 1)

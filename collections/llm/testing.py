@@ -98,6 +98,7 @@ def rehearse(
     steps: int = 10,
     optim: Any = None,
     network: dict[str, Any] | None = None,
+    model_options: dict[str, Any] | None = None,
     packed: bool = True,
     num_samples: int = 20,
     gradient_clip_norm: float | None = 0.5,
@@ -116,6 +117,7 @@ def rehearse(
         steps: Of the whole run.
         optim: None is AdamW; ``"muon"`` is Muon; or a builder.
         network: Differences from the tiny shape.
+        model_options: Of ``DecoderModel``: the base to start from, an adapter.
         packed: Two documents a sample.
         num_samples: Of an epoch; 8 are a step.
         gradient_clip_norm: Largest norm of the gradient.
@@ -134,7 +136,7 @@ def rehearse(
         warnings.simplefilter("ignore")
         seed_all(0)
         shape = DecoderConfig(**{**_SHAPE, **(network or {})})
-        model = DecoderModel(network=shape)
+        model = DecoderModel(network=shape, **(model_options or {}))
         data = TinyTextDataModule(
             num_samples=num_samples,
             packed=packed,

@@ -7,6 +7,7 @@ The model is a checkpoint folder, a run folder (its newest checkpoint), or a Hug
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -28,9 +29,11 @@ from nemo_like.tracking.terminal import print_sections
 if TYPE_CHECKING:
     import torch
 
+    from nemo_like.collections.llm.evaluation import Evaluation
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads ``key=value`` like ``--key value``; what is unknown is refused."""
+
+def make_parser() -> argparse.ArgumentParser:
+    """All arguments there are."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         allow_abbrev=False,
@@ -69,13 +72,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default="true",
         help="measure gzip and zstd as well",
     )
+    add("--weights", choices=("model", "ema"), default="model", help="ema: their moving average")
+    add("--quantize", help="also with weights in a byte each: int8, int8-dynamic or fp8")
     add("--device", help="cpu, cuda, ...; default: a GPU if there is one")
     add("--output", type=Path, help="JSON file to write all figures to")
     add("--json", action="store_true", help="print the figures as JSON instead of a table")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads ``key=value`` like ``--key value``; what is unknown is refused."""
     spelled = [
         re.sub(r"^(\w+)=", lambda key: f"--{key[1]}=".replace("_", "-"), each) for each in argv
     ]
-    known, unknown = parser.parse_known_args(spelled)
+    known, unknown = make_parser().parse_known_args(spelled)
     keys = sorted(vars(known))
     names = [each.lstrip("-").partition("=")[0].replace("-", "_") for each in unknown]
     faults = [
@@ -125,24 +135,37 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
     from nemo_like.collections.llm.decoder import DecoderModel
     from nemo_like.collections.llm.evaluation import evaluate_bits_per_byte
+    from nemo_like.collections.llm.quantize import check_kind, quantize_network
 
+    if arguments.quantize is not None:
+        check_kind(arguments.quantize)  # before the first figures are computed
     rank, world_size, device = join_world(arguments.device)
-    model = DecoderModel.load(arguments.model).to(device)
+    model = DecoderModel.load(arguments.model, weights=arguments.weights).to(device)
     assert model.tokenizer is not None, "load() brings it"
     paths = [path for spec in arguments.corpus for path in resolve(spec)]
-    report = ReadReport()
     longest = model.network.shape.max_positions
-    result = evaluate_bits_per_byte(
-        model.network,
-        model.tokenizer,
-        read(paths, arguments, report),
-        context=longest if arguments.context is None else arguments.context,
-        stride=arguments.stride,
-        batch_size=arguments.batch_size,
-        compression=arguments.compression == "true",
-        rank=rank,
-        world_size=world_size,
-    )
+
+    def measure(report: ReadReport, *, compression: bool) -> "Evaluation":
+        assert model.tokenizer is not None, "load() brings it"
+        return evaluate_bits_per_byte(
+            model.network,
+            model.tokenizer,
+            read(paths, arguments, report),
+            context=longest if arguments.context is None else arguments.context,
+            stride=arguments.stride,
+            batch_size=arguments.batch_size,
+            compression=compression,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    report = ReadReport()
+    result = measure(report, compression=arguments.compression == "true")
+    quantization = None
+    if arguments.quantize is not None:
+        quantization = quantize_network(model.network, arguments.quantize)
+        after = measure(ReadReport(), compression=False)
+        result = dataclasses.replace(result, quantized={quantization.kind: after.model})
     if world_size > 1:
         torch.distributed.destroy_process_group()
     if rank:
@@ -152,6 +175,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         "corpus": [str(path) for path in paths],
         "held_out_fraction": arguments.held_out_fraction,
         "skipped_records": dict(report.faults),
+        "quantization": None if quantization is None else dataclasses.asdict(quantization),
         **result.to_dict(),
     }
     text = json.dumps(figures, indent=2, ensure_ascii=False)
@@ -162,6 +186,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     else:
         title = f"Bits per byte of {arguments.model} on {', '.join(arguments.corpus)}"
         print_sections([result.to_section(title)])
+        if quantization is not None:
+            print(quantization.describe())
 
 
 def main() -> None:

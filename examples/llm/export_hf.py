@@ -20,6 +20,12 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder of the model")
     parser.add_argument("folder", type=Path, help="is made, and must not exist yet")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights")
+    parser.add_argument(
+        "--weights",
+        choices=("model", "ema"),
+        default="model",
+        help="of a checkpoint: the weights, or their moving average",
+    )
     arguments = parser.parse_args()
 
     import torch
@@ -29,7 +35,7 @@ def main() -> None:
     from nemo_like.collections.llm.hf_folder import save_hf_folder
 
     try:
-        source = open_source(arguments.model)
+        source = open_source(arguments.model, weights=arguments.weights)
         tokenizer = source.tokenizer
         # Names and shapes; the weights are read file by file.
         with torch.device("meta"):

@@ -89,7 +89,9 @@ def _candidates(words: list[str], current: str) -> Iterator[str]:
         yield from library.runs()
     elif words[0] == "run" and len(words) == 1:
         yield from library.primaries()
-    elif words[0] in ("run", "validate", "plan"):
+    elif words == ["data"]:
+        yield "preview"
+    elif words[0] in ("run", "validate", "plan", "data"):
         yield from _overrides(library, current)
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "download": "fetch a model from the Hugging Face hub",
     "env": "versions and hardware, for a bug report",
     "plan": "what a run takes on given devices, and which strategy to choose",
+    "data": "look at fine-tuning data: nemo-like data preview FILES --tokenizer FOLDER",
 }
 _MORE = """\
   nemo-like <command> --help                      all about one command

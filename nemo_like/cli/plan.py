@@ -8,7 +8,7 @@ import json
 from nemo_like.cli.parser import add_config_dir, make_parser
 from nemo_like.core.compose import compose_template
 from nemo_like.core.errors import ConfigError
-from nemo_like.strategies.planning.choice import Devices, choose, row_of
+from nemo_like.strategies.planning.choice import Devices, choose, fit_micro_batch, row_of
 from nemo_like.strategies.planning.limits import find_divisors, name_nearest
 from nemo_like.strategies.planning.plan import find_strategy, read_plan
 from nemo_like.strategies.planning.size import measure_machine, parse_bytes
@@ -69,14 +69,23 @@ def main(arguments: list[str]) -> int:
     select = []
     if choice.chosen is not None:
         select = [f"select it: {' '.join([*choice.chosen.plan.overrides(), *where])}"]
-    asked = None
+    asked, notes = None, []
     strategy = find_strategy(config.strategy)
     if strategy is not None and any(text.startswith("strategy") for text in options.what):
-        asked = row_of(read_plan(strategy, config.strategy, devices.count), work, devices)
+        plan = read_plan(strategy, config.strategy, devices.count)
+        if config.strategy.get("micro_batch_size") == "auto":
+            plan = fit_micro_batch(plan, work, devices)
+        asked = row_of(plan, work, devices)
+        if config.strategy.get("micro_batch_size") == "auto":
+            why = "the largest that fits" if asked.fits else "the smallest, and it does not fit"
+            notes = [
+                f"strategy.micro_batch_size=auto: {plan.micro_batch_size} is assumed, {why} by this estimate; the run "
+                "itself tries what fits"
+            ]
     text = join_lines(
         [describe_work(work), describe_devices(devices)],
         format_table(choice, devices, limit=None if options.all else 3, asked=asked),
-        [*explain(choice, devices), *select],
+        [*explain(choice, devices), *select, *notes],
     )
     print(text)
     return 0 if select else 1

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,6 +49,28 @@ def attention_kernel(
     return f"cpu {name}" if query_BHTC.device.type == "cpu" else name
 
 
+class AttentionCache(Protocol):
+    """Keys and values of earlier tokens in one layer; generation brings an implementation."""
+
+    def attend(self, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTC: Tensor) -> Tensor:
+        """Keeps the new keys and values and attends to all that the new tokens see; (B, H, T, C)."""
+        ...
+
+
+class CacheStep(Protocol):
+    """New tokens of some rows of a cache: where they stand, and the cache of each layer."""
+
+    @property
+    def positions_BT(self) -> Tensor:
+        """int64, (B, T), or (1, T) where all rows share them."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[AttentionCache]:
+        """One a layer, in order."""
+        ...
+
+
 class SelfAttention(nn.Module):
     """Multi-head, grouped-query or multi-query attention of a sequence to its own past.
 
@@ -87,7 +112,11 @@ class SelfAttention(nn.Module):
         self.key_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
 
     def forward(
-        self, x_BTD: Tensor, turns: tuple[Tensor, Tensor], mask_B1TT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        turns: tuple[Tensor, Tensor],
+        mask_B1TT: Tensor | None = None,
+        cache: AttentionCache | None = None,
     ) -> Tensor:
         """Attends.
 
@@ -96,6 +125,7 @@ class SelfAttention(nn.Module):
             turns: Rotary cosines and sines of the positions.
             mask_B1TT: bool, true where a token (rows) sees a token (columns); every row sees itself. None means
                 plain causal, which is faster.
+            cache: What came before these tokens, which decides who sees whom instead of ``mask_B1TT``.
 
         Returns:
             (B, T, D).
@@ -107,14 +137,19 @@ class SelfAttention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query_BTHC, key_BTKC = self.query_norm(query_BTHC), self.key_norm(key_BTKC)
         query_BTHC, key_BTKC = rotate(query_BTHC, turns), rotate(key_BTKC, turns)
-        mixed_BHTC = F.scaled_dot_product_attention(
-            query_BTHC.transpose(1, 2),
-            key_BTKC.transpose(1, 2),
-            value_BTKC.transpose(1, 2),
-            attn_mask=mask_B1TT,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask_B1TT is None,
-            enable_gqa=self.is_grouped,
-        )
+        query_BHTC, key_BKTC = query_BTHC.transpose(1, 2), key_BTKC.transpose(1, 2)
+        value_BKTC = value_BTKC.transpose(1, 2)
+        if cache is not None:
+            mixed_BHTC = cache.attend(query_BHTC, key_BKTC, value_BKTC)
+        else:
+            mixed_BHTC = F.scaled_dot_product_attention(
+                query_BHTC,
+                key_BKTC,
+                value_BKTC,
+                attn_mask=mask_B1TT,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=mask_B1TT is None,
+                enable_gqa=self.is_grouped,
+            )
         output_BTD: Tensor = self.output(mixed_BHTC.transpose(1, 2).flatten(2))
         return output_BTD

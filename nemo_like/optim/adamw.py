@@ -39,6 +39,7 @@ class AdamW:
         betas: How much of the running mean of the gradient, and of its square, is kept each step.
         eps: Added to the root of the running mean square.
         weight_decay: Decoupled decay, times the learning rate each step.
+        ema_decay: Of the moving average of the weights (:mod:`nemo_like.optim.ema`); None keeps none.
 
     Raises:
         ConfigError: A value is out of range.
@@ -51,8 +52,14 @@ class AdamW:
         betas: Sequence[float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        ema_decay: float | None = None,
     ) -> None:
-        refuse_faults(AdamWConfig(lr=lr, betas=list(betas), eps=eps, weight_decay=weight_decay))
+        refuse_faults(
+            AdamWConfig(
+                lr=lr, betas=list(betas), eps=eps, weight_decay=weight_decay, ema_decay=ema_decay
+            )
+        )
+        self.ema_decay = ema_decay
         self.lr, self.eps, self.weight_decay = lr, eps, weight_decay
         self.betas = (betas[0], betas[1])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from nemo_like.core.errors import ConfigError
 
@@ -59,12 +59,35 @@ class AdamWConfig:
     """Added to the root of the running mean square."""
     weight_decay: float = 0.1
     """Decoupled decay, times the learning rate each step; not on norms, biases and embeddings."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights, of which each step leaves this share (0.999 is usual;
+    less at first); null keeps none. It is 4 bytes a parameter, saved with the optimizer."""
 
     def check(self) -> Iterator[str]:
         """Faults of the values."""
         yield from _check_at_least_zero(lr=self.lr, weight_decay=self.weight_decay)
         yield from _check_above_zero(eps=self.eps)
         yield from _check_betas(self.betas)
+        yield from _check_ema_decay(self.ema_decay)
+
+
+@dataclass(kw_only=True)
+class AdamW8bitConfig(AdamWConfig):
+    """AdamW that keeps its two running means in eight bits: two bytes of state a parameter instead of eight."""
+
+    NOT_CUT: ClassVar[str] = (
+        "its state cannot be cut over ranks; take optim=adamw, whose state strategies cut, or strategy=ddp"
+    )
+
+    def check_run(self, run: Any) -> Iterator[str]:
+        """What does not fit the rest of a run.
+
+        Args:
+            run: The ``RunConfig``.
+        """
+        strategy = str(run.strategy["_target_"]).rpartition(".")[2]
+        if strategy in ("FSDPStrategy", "DeepSpeedStrategy", "MegatronStrategy"):
+            yield f"strategy._target_={strategy}: with optim=adamw_8bit {self.NOT_CUT}"
 
 
 @dataclass(kw_only=True)
@@ -93,6 +116,9 @@ class MuonConfig:
     """Of AdamW: added to the root of the running mean square."""
     adamw_parameters: list[str] = field(default_factory=list)
     """Globs of names of further parameters that AdamW shall have, such as ``*.classifier.weight``."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights, of which each step leaves this share (0.999 is usual;
+    less at first); null keeps none. It is 4 bytes a parameter, saved with the optimizer."""
 
     def check(self) -> Iterator[str]:
         """Faults of the values."""
@@ -105,6 +131,12 @@ class MuonConfig:
             yield f"momentum={self.momentum}: must be at least 0 and below 1"
         if not 1 <= self.ns_steps < 100:
             yield f"ns_steps={self.ns_steps}: must be at least 1 and below 100; 5 is usual"
+        yield from _check_ema_decay(self.ema_decay)
+
+
+def _check_ema_decay(decay: float | None) -> Iterator[str]:
+    if decay is not None and not 0 < decay < 1:
+        yield f"ema_decay={decay}: must be above 0 and below 1, such as 0.999; null keeps no average"
 
 
 def _check_schedule(*, total_steps: int, warmup_steps: int, min_ratio: float) -> Iterator[str]:

@@ -193,6 +193,7 @@ class Muon:
         betas: Of AdamW.
         eps: Of AdamW.
         adamw_parameters: Globs of names of further parameters for AdamW.
+        ema_decay: Of the moving average of the weights (:mod:`nemo_like.optim.ema`); None keeps none.
 
     Raises:
         ConfigError: A value is out of range.
@@ -211,6 +212,7 @@ class Muon:
         betas: Sequence[float] = (0.9, 0.95),
         eps: float = 1e-8,
         adamw_parameters: Sequence[str] = (),
+        ema_decay: float | None = None,
     ) -> None:
         config = MuonConfig(
             lr=lr,
@@ -223,8 +225,10 @@ class Muon:
             betas=list(betas),
             eps=eps,
             adamw_parameters=list(adamw_parameters),
+            ema_decay=ema_decay,
         )
         refuse_faults(config)
+        self.ema_decay = ema_decay
         self.muon = {
             "algorithm": "muon",
             "lr": lr,

@@ -31,6 +31,8 @@ def test_commands_verbs_groups_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert candidates(capsys, "nemo-like ") == list(COMMANDS)
     assert candidates(capsys, "nemo-like v") == ["validate"]
     assert "pretrain" in candidates(capsys, "nemo-like run ")
+    assert candidates(capsys, "nemo-like data ") == ["preview"]
+    assert "+conf=llm/quickstart" in candidates(capsys, "nemo-like data preview +")
     assert candidates(capsys, "nemo-like ls op") == ["optim"]
     assert "llm/quickstart" in candidates(capsys, "nemo-like cp ")
     assert "+conf=llm/quickstart" in candidates(capsys, "nemo-like run pretrain +")

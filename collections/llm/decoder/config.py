@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from nemo_like.core.config import Component
+
 
 @dataclass(kw_only=True)
 class RopeScalingConfig:
@@ -143,6 +145,15 @@ class DecoderModelConfig:
     """The shape of the network; null takes that of ``init_from``."""
     init_from: str | None = None
     """A Hugging Face folder, a checkpoint or a run folder whose weights the training starts from; null draws them."""
+    adapter: Component | None = None
+    """What is trained beside the frozen weights of ``init_from``, such as ``nemo_like.collections.llm.adapters.Lora``;
+    null trains all weights."""
+    objective: Component | None = None
+    """What is learnt instead of the next token, such as ``nemo_like.collections.llm.preference.Dpo``; null is the next
+    token."""
+    neftune_alpha: float | None = None
+    """Noise on the embeddings in training (NEFTune): uniform, as wide as ``alpha / sqrt(tokens * width)``; 5 is usual,
+    null adds none."""
     sample_prompt: str = ""
     """What the sample at the end of a run continues; empty starts at the beginning of a document."""
     sample_tokens: int = 0
@@ -152,5 +163,9 @@ class DecoderModelConfig:
         """Yields one line per fault."""
         if self.network is None and self.init_from is None:
             yield "network: is required: the shape of the network, or init_from=FOLDER to take it from there"
+        if self.adapter is not None and self.init_from is None:
+            yield "init_from: is required with an adapter: the folder of its base"
+        if self.neftune_alpha is not None and not 0 < self.neftune_alpha < math.inf:
+            yield f"neftune_alpha={self.neftune_alpha}: must be a finite number above 0, or null for no noise"
         if self.sample_tokens < 0:
             yield f"sample_tokens={self.sample_tokens}: must be at least 0"

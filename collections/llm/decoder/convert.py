@@ -125,17 +125,27 @@ def state_from_hf(
             not its embedding.
     """
     check_hf_names({name: tensor.shape for name, tensor in state.items()}, config, source=source)
-    output, embedding = state.get(TIED_OUTPUT), state[to_hf_name("embedding.weight")]
-    if config.tie_embeddings and output is not None and not torch.equal(output, embedding):
-        raise CheckpointError(
-            f"{source}: {TIED_OUTPUT} differs from model.embed_tokens.weight, but tie_word_embeddings is true; "
-            "set it to false in config.json to keep both"
-        )
+    if config.tie_embeddings:
+        check_tied_output(state, source=source)
     return {
         from_hf_name(name): tensor
         for name, tensor in state.items()
         if not _is_redundant(name, config)
     }
+
+
+def check_tied_output(state: Mapping[str, Tensor], *, source: str) -> None:
+    """Refuses a tied model whose stored output matrix, if there is one, is not its embedding.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    output, embedding = state.get(TIED_OUTPUT), state[to_hf_name("embedding.weight")]
+    if output is not None and not torch.equal(output, embedding):
+        raise CheckpointError(
+            f"{source}: {TIED_OUTPUT} differs from model.embed_tokens.weight, but tie_word_embeddings is true; "
+            "set it to false in config.json to keep both"
+        )
 
 
 def state_to_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nemo_like.core.errors import ConfigError
-from nemo_like.nn.attention import SelfAttention, attention_kernel
+from nemo_like.nn.attention import AttentionCache, CacheStep, SelfAttention, attention_kernel
 from nemo_like.nn.linear import Embedding, Linear
 from nemo_like.nn.mask import build_mask, build_positions
 from nemo_like.nn.mlp import SwiGLU
@@ -75,7 +75,11 @@ class DecoderLayer(nn.Module):
         self.dropout = shape.dropout
 
     def forward(
-        self, x_BTD: Tensor, turns: tuple[Tensor, Tensor], mask_B1TT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        turns: tuple[Tensor, Tensor],
+        mask_B1TT: Tensor | None = None,
+        cache: AttentionCache | None = None,
     ) -> Tensor:
         """Maps the residual stream.
 
@@ -83,11 +87,12 @@ class DecoderLayer(nn.Module):
             x_BTD: Residual stream.
             turns: Rotary cosines and sines.
             mask_B1TT: bool, true where the row sees the column; None is plain causal.
+            cache: The earlier tokens' keys and values in this layer.
 
         Returns:
             (B, T, D), the stream with both terms added.
         """
-        mixed_BTD = self.attention(self.attention_norm(x_BTD), turns, mask_B1TT)
+        mixed_BTD = self.attention(self.attention_norm(x_BTD), turns, mask_B1TT, cache)
         x_BTD = x_BTD + F.dropout(mixed_BTD, self.dropout, self.training)
         mapped_BTD = self.mlp(self.mlp_norm(x_BTD))
         return x_BTD + F.dropout(mapped_BTD, self.dropout, self.training)
@@ -144,6 +149,7 @@ class DecoderNetwork(nn.Module):
         *,
         segments_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
+        cache: CacheStep | None = None,
     ) -> Tensor:
         """Computes the hidden states behind the final norm, from which the loss makes logits chunk by chunk.
 
@@ -152,10 +158,25 @@ class DecoderNetwork(nn.Module):
             segments_BT: int, the document of each token in a packed block: attention stays within a document and
                 positions restart. None means one document per row and is faster.
             positions_BT: int, (B, T) or (1, T); None counts from 0 in each segment.
+            cache: The place that :meth:`KeyValueCache.append` gave these tokens behind those that were read before;
+                it decides positions and who sees whom, so neither segments nor positions may be given with it.
 
         Returns:
             (B, T, D).
+
+        Raises:
+            ValueError: Segments or positions together with a cache.
         """
+        if cache is not None:
+            if segments_BT is not None or positions_BT is not None:
+                name = "segments_BT" if positions_BT is None else "positions_BT"
+                raise ValueError(f"{name}: has no effect with a cache, which knows the positions")
+            turns = self.positions(cache.positions_BT)
+            x_BTD = self.embedding(tokens_BT)
+            for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+                x_BTD = layer(x_BTD, turns, None, layer_cache)
+            cached_BTD: Tensor = self.norm(x_BTD)
+            return cached_BTD
         num_tokens = tokens_BT.size(1)
         if positions_BT is None and segments_BT is not None:
             positions_BT = build_positions(segments_BT)
