@@ -2,11 +2,10 @@
 
     python tools/bench_finetune.py FOLDER [--batch 2 --seq-len 128 --steps 6 --rounds 2]
 
-FOLDER is a Llama-shaped Hugging Face folder. Each method runs in a process of its own, in turn, --rounds times; printed
 FOLDER is a Llama-shaped Hugging Face folder. Each method runs in a process of its own, in turn, --rounds times; shown
-and the median time of a step over all rounds, its first step left out. Equal for all: AdamW, fp32, random tokens of
-which every one is a target, activations computed again in the backward pass (--keep-activations keeps them). LoRA: rank
-16, alpha 32, all matrices of the blocks.
+are the largest memory and the median time of a step over all rounds, its first step left out. Equal for all: AdamW,
+fp32, random tokens of which every one is a target, activations computed again in the backward pass (--keep-
+activations keeps them). LoRA: rank 16, alpha 32, all matrices of the blocks.
 """
 
 from __future__ import annotations

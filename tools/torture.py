@@ -203,6 +203,8 @@ class Torturer:
         self.shared, self.arguments = shared, arguments
         self.draw = random.Random(arguments.seed)
         self.tally = Tally()
+        # Folders that this script has damaged itself, and that no run has looked at yet.
+        self.spoilt: set[int] = set()
         self.ways: dict[str, Callable[[Job], None]] = {
             "SIGKILL": lambda job: self.kill(job, signal.SIGKILL),
             "SIGKILL while saving": lambda job: self.kill(job, signal.SIGKILL, in_save=True),
@@ -299,6 +301,7 @@ class Torturer:
             if what == "removed":
                 victim.unlink()
             self.tally.damaged += 1
+            self.spoilt.add(saved[-1].stat().st_ino)
         self.kill(job, signal.SIGKILL)
 
     def end(self, job: Job, process: psutil.Process, code: int) -> None:
@@ -321,6 +324,8 @@ class Torturer:
         if len(saved) > MOST_CHECKPOINTS:
             self.tally.faults.append(f"{len(saved)} checkpoints: {[path.name for path in saved]}")
         for path in saved:
+            if path.stat().st_ino in self.spoilt:
+                continue
             try:
                 open_checkpoint(path)
             except NemoLikeError as error:
