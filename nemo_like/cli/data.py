@@ -107,6 +107,7 @@ def _read_config(options: argparse.Namespace) -> FinetuneDataModuleConfig:
 
 def _read_run(options: argparse.Namespace) -> FinetuneDataModuleConfig:
     from nemo_like.collections.llm.finetune.data import FinetuneDataModule
+    from nemo_like.collections.llm.preference.data import PreferenceDataModule
     from nemo_like.core.compose import compose
     from nemo_like.core.library import Library
 
@@ -117,6 +118,8 @@ def _read_run(options: argparse.Namespace) -> FinetuneDataModuleConfig:
     if options.chat_template is not None:
         line.append(f"data.chat_template={options.chat_template}")
     data = compose(verb, line).build("data")
+    if isinstance(data, PreferenceDataModule):
+        return data.config.to_finetune()
     if not isinstance(data, FinetuneDataModule):
         raise ConfigError(
             [
