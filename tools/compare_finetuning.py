@@ -147,6 +147,8 @@ def run_ours(arguments: argparse.Namespace, name: str, *words: str) -> float:
         f"data.global_batch_size={arguments.batch}",
         f"strategy.micro_batch_size={arguments.batch}",
         "schedule=constant",
+        "schedule.warmup_steps=0",
+        "trainer.log_every_n_steps=5",
         f"run_dir={run_dir}",
         "resume=never",
         "callbacks.samples=null",

@@ -187,7 +187,9 @@ def wait_for_save(job: Job, process: psutil.Process, timeout_s: float) -> None:
 
 def ranks_of(process: psutil.Process) -> list[psutil.Process]:
     """Rank zero and those that it has started."""
-    others = [child for child in process.children() if SCRIPT.name in " ".join(child.cmdline())]
+    others = []
+    with suppress(psutil.Error):  # one that has just ended
+        others += [it for it in process.children() if SCRIPT.name in " ".join(it.cmdline())]
     return [process, *others]
 
 
