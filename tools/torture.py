@@ -259,7 +259,8 @@ class Torturer:
         end_session(process)
         name = f"{number.name} while saving" if in_save else number.name
         if number == signal.SIGKILL:
-            self.note(name, code, -number, *([1, 0] if self.arguments.ranks > 1 else []))
+            # 0: it was through in the last moment.
+            self.note(name, code, -number, 0, *([1] if self.arguments.ranks > 1 else []))
             return
         # Before Python has come to our first line, the signal does what it always did.
         early = [-number] if self.arguments.start == "exec" else []

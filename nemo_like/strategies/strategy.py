@@ -363,7 +363,9 @@ class StepStrategy(pl.strategies.DDPStrategy):
 
         A slice is a DTensor; no rank holds the whole of what is spread.
         """
-        return self.module.checkpoint_tensors(), collect_optimizer_tensors(self.optimizers[0], self.module)
+        return self.module.checkpoint_tensors(), collect_optimizer_tensors(
+            self.optimizers[0], self.module
+        )
 
     def fill_weights(self, checkpoint: Checkpoint) -> None:
         """Reads this rank's part of the weights in place."""

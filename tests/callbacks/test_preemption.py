@@ -32,7 +32,9 @@ STEPS = 6
 class At(pl.Callback):
     """Does something when so many steps are done, or before the validation batch of a number."""
 
-    def __init__(self, action: Callable[[], Any], *, step: int, val_batch: int | None = None) -> None:
+    def __init__(
+        self, action: Callable[[], Any], *, step: int, val_batch: int | None = None
+    ) -> None:
         self.action, self.step, self.val_batch = action, step, val_batch
 
     def on_train_batch_start(self, trainer: pl.Trainer, *arguments: Any) -> None:
@@ -99,7 +101,9 @@ def fit(
         max_steps=STEPS,
         max_epochs=-1,
         callbacks=[
-            Checkpointing(folder=folder / "checkpoints", every_n_steps=every_n_steps, keep_last=100),
+            Checkpointing(
+                folder=folder / "checkpoints", every_n_steps=every_n_steps, keep_last=100
+            ),
             preemption or Preemption(status=folder / "status.json"),
             *callbacks,
         ],
@@ -128,7 +132,9 @@ def assert_goes_on(folder: Path, alone: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
-def test_a_signal_in_a_step_saves_that_step_and_leaves(name: str, code: int, tmp_path: Path) -> None:
+def test_a_signal_in_a_step_saves_that_step_and_leaves(
+    name: str, code: int, tmp_path: Path
+) -> None:
     before, ended = handlers(), Ended()
     with pytest.raises(notice.StopRun, match=str(code)) as stop:
         fit(tmp_path / "a", Counter(), At(send(name), step=2), ended)
@@ -164,7 +170,9 @@ def test_a_signal_during_a_save_spoils_neither(tmp_path: Path) -> None:
     assert_goes_on(tmp_path / "a", tmp_path / "b")
 
 
-def test_before_the_first_step_nothing_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_before_the_first_step_nothing_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class OnStart(pl.Callback):
         def on_fit_start(self, *arguments: Any) -> None:
             send("SIGTERM")()
@@ -256,7 +264,9 @@ class Plain(pl.LightningModule):
 def test_it_works_in_a_plain_trainer_and_stays_lightnings_own(tmp_path: Path) -> None:
     def make(*callbacks: pl.Callback) -> pl.Trainer:
         options = {**QUIET, "default_root_dir": tmp_path, "use_distributed_sampler": True}
-        return pl.Trainer(accelerator="cpu", devices=1, max_steps=STEPS, callbacks=[*callbacks], **options)
+        return pl.Trainer(
+            accelerator="cpu", devices=1, max_steps=STEPS, callbacks=[*callbacks], **options
+        )
 
     class Starts(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, *arguments: Any) -> None:
@@ -356,7 +366,9 @@ def test_granted_time_is_used_and_asked_for_again(
     assert slurm("")[1:] == ["update JobId=7 TimeLimit=+5"] * 2 + ["requeue 7"]
 
 
-def test_time_is_not_asked_for_at_sigterm(slurm: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_time_is_not_asked_for_at_sigterm(
+    slurm: Callable[[str], list[str]], tmp_path: Path
+) -> None:
     with pytest.raises(notice.StopRun, match="75"):
         fit(tmp_path / "a", At(send("SIGTERM"), step=2), preemption=Preemption(more_time_minutes=5))
     assert slurm("") == ["requeue 7"]
