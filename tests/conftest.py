@@ -13,6 +13,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,9 @@ def _process_left_as_found() -> Iterator[None]:
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        # DeepSpeed keeps a copy of the group that is gone.
+        if "deepspeed.utils.groups" in sys.modules:
+            sys.modules["deepspeed.utils.groups"]._WORLD_GROUP = None
     for restore in undo:
         restore()
 

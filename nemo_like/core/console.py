@@ -36,14 +36,15 @@ class _RankZeroFilter(logging.Filter):
 def setup_logging(level: int = logging.INFO) -> None:
     """Sends the log of ``nemo_like`` to standard error, and keeps that of the libraries down to warnings."""
     root = logging.getLogger("nemo_like")
-    if not any(getattr(handler, "is_console", False) for handler in root.handlers):
-        handler = logging.StreamHandler(sys.stderr)
-        handler.is_console = True  # type: ignore[attr-defined]
-        handler.setFormatter(
-            logging.Formatter("%(levelname).1s %(asctime)s %(message)s", datefmt="%H:%M:%S")
-        )
-        handler.addFilter(_RankZeroFilter())
-        root.addHandler(handler)
+    # One, and on the standard error of now, which may not be that of an earlier call.
+    root.handlers[:] = [it for it in root.handlers if not getattr(it, "is_console", False)]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.is_console = True  # type: ignore[attr-defined]
+    handler.setFormatter(
+        logging.Formatter("%(levelname).1s %(asctime)s %(message)s", datefmt="%H:%M:%S")
+    )
+    handler.addFilter(_RankZeroFilter())
+    root.addHandler(handler)
     root.setLevel(level)
     root.propagate = False
     quiet_lightning()

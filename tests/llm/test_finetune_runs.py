@@ -187,6 +187,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert not Path("refused").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_model_that_starts_empty_gives_the_run_of_one_process(
     small: Callable[..., int], folder: Path

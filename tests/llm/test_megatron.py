@@ -312,6 +312,7 @@ def assert_continues(run: dict[str, Any], whole: dict[str, Any]) -> None:
     assert run["position"] == whole["position"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_checkpoint_goes_on_under_any_plan(tmp_path: Path) -> None:
     alone = train(DDPStrategy(micro_batch_size=2), 1, {**SAVED, "folder": tmp_path / "ddp"})

@@ -189,6 +189,7 @@ def run_plans(folder: str, starts: dict[str, str | None], devices: int) -> None:
         run(plan, devices, folder=Path(folder) / plan, resume=resume)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_average_is_the_same_under_every_plan_and_goes_on_under_every_other(
     tmp_path: Path,
@@ -299,6 +300,7 @@ def test_validating_the_average_changes_the_figure_and_nothing_else(tmp_path: Pa
     assert replaced["val"]["val/loss"] == runs["ema"]["val"]["val/loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_every_plan_that_can_validates_the_average_alike() -> None:
     expected = validate_averages(1)["ddp"]

@@ -303,6 +303,7 @@ def test_the_job_of_kubernetes_is_one_that_the_api_takes_and_that_composes() -> 
     assert check_run("pretrain", args) == []
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_pod_that_is_evicted_takes_all_with_it_and_they_go_on(
     small: list[str], tmp_path: Path
