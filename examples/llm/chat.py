@@ -21,8 +21,8 @@ from nemo_like.collections.llm.generation.options import (
     read_generation_options,
     read_stop_tokens,
 )
-from nemo_like.core.console import setup_logging
-from nemo_like.core.errors import ConfigError, NemoLikeError
+from nemo_like.core.errors import ConfigError
+from nemo_like.core.script import run_script
 
 if TYPE_CHECKING:
     from nemo_like.collections.llm.generation import Session
@@ -155,15 +155,7 @@ def chat(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """The command."""
-    setup_logging()
-    try:
-        chat(parse_arguments(sys.argv[1:]))
-    except ConfigError as error:
-        sys.stderr.writelines(f"error: {fault}\n" for fault in error.faults)
-        sys.exit(2)
-    except NemoLikeError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
+    run_script(lambda argv: chat(parse_arguments(argv)))
 
 
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ import dataclasses
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_like.core.console import setup_logging
-from nemo_like.core.errors import ConfigError, NemoLikeError, suggest
+from nemo_like.core.errors import ConfigError, suggest
 from nemo_like.core.launch import outlast_gloo
 from nemo_like.core.paths import resolve
+from nemo_like.core.script import run_script
 from nemo_like.data.corpus import find_subset, read_corpus
 from nemo_like.data.held_out import is_held_out
 from nemo_like.data.jsonl_zst import ReadReport
@@ -192,15 +191,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """The command."""
-    setup_logging()
-    try:
-        evaluate(parse_arguments(sys.argv[1:]))
-    except ConfigError as error:
-        sys.stderr.writelines(f"error: {fault}\n" for fault in error.faults)
-        sys.exit(2)
-    except NemoLikeError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
+    run_script(lambda argv: evaluate(parse_arguments(argv)))
 
 
 if __name__ == "__main__":

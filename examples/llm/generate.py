@@ -25,8 +25,8 @@ from nemo_like.collections.llm.generation.options import (
     read_prompts,
     read_stop_tokens,
 )
-from nemo_like.core.console import setup_logging
-from nemo_like.core.errors import ConfigError, NemoLikeError
+from nemo_like.core.errors import ConfigError
+from nemo_like.core.script import run_script
 
 if TYPE_CHECKING:
     from nemo_like.collections.llm.decoder import DecoderModel
@@ -203,18 +203,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """The command."""
-    setup_logging()
-    try:
-        run(parse_arguments(sys.argv[1:]))
-    except ConfigError as error:
-        sys.stderr.writelines(f"error: {fault}\n" for fault in error.faults)
-        sys.exit(2)
-    except NemoLikeError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("\n")
-        sys.exit(130)
+    run_script(lambda argv: run(parse_arguments(argv)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,17 @@ def has_fused_adamw(parameters: Sequence[nn.Parameter]) -> bool:
 def describe_parameters(parameters: Sequence[nn.Parameter]) -> str:
     """How many numbers there are, for a log line."""
     return format_count(sum(parameter.numel() for parameter in parameters))
+
+
+def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trainable parameters of a module that decay, and those that do not.
+
+    Raises:
+        ValueError: No parameter requires a gradient.
+    """
+    groups = group_parameters(module)
+    decayed = [*groups.hidden_matrices.values(), *groups.other_decayed.values()]
+    return decayed, list(groups.not_decayed.values())
 
 
 class AdamW:
@@ -63,6 +75,13 @@ class AdamW:
         self.lr, self.eps, self.weight_decay = lr, eps, weight_decay
         self.betas = (betas[0], betas[1])
 
+    def make_groups(
+        self, decayed: list[nn.Parameter], not_decayed: list[nn.Parameter]
+    ) -> list[dict[str, Any]]:
+        """Groups as torch's optimizers take them; none is empty."""
+        both = ((decayed, self.weight_decay), (not_decayed, 0.0))
+        return [{"params": found, "weight_decay": decay} for found, decay in both if found]
+
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of a module's trainable parameters.
 
@@ -72,9 +91,7 @@ class AdamW:
         Raises:
             ValueError: No parameter requires a gradient.
         """
-        groups = group_parameters(module)
-        decayed = [*groups.hidden_matrices.values(), *groups.other_decayed.values()]
-        not_decayed = list(groups.not_decayed.values())
+        decayed, not_decayed = split_by_decay(module)
         is_fused = has_fused_adamw([*decayed, *not_decayed])
         logger.info(
             "AdamW (%s): %s parameters decay, %s do not",
@@ -83,11 +100,7 @@ class AdamW:
             describe_parameters(not_decayed),
         )
         optimizer = torch.optim.AdamW(
-            [
-                {"params": parameters, "weight_decay": weight_decay}
-                for parameters, weight_decay in ((decayed, self.weight_decay), (not_decayed, 0.0))
-                if parameters
-            ],
+            self.make_groups(decayed, not_decayed),
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,

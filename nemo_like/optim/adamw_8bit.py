@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.core.errors import ConfigError
 from nemo_like.core.extras import require
-from nemo_like.optim.adamw import describe_parameters
-from nemo_like.optim.config import AdamW8bitConfig, refuse_faults
-from nemo_like.optim.groups import group_parameters
+from nemo_like.optim.adamw import AdamW, describe_parameters, split_by_decay
+from nemo_like.optim.config import AdamW8bitConfig
 
 logger = logging.getLogger(__name__)
 
@@ -138,38 +137,11 @@ def _update_32bit(
     parameter.addcdiv_(state["exp_avg"], root, value=-group["lr"] / (1 - beta_1**step))
 
 
-class AdamW8bit:
+class AdamW8bit(AdamW):
     """Makes an AdamW optimizer whose state takes two bytes a parameter instead of eight.
 
-    Decay groups are those of :class:`nemo_like.optim.AdamW`.
-
-    Args:
-        lr: Peak learning rate.
-        betas: How much of the running mean of the gradient, and of its square, is kept each step.
-        eps: Added to the root of the running mean square.
-        weight_decay: Decoupled decay, times the learning rate each step.
-        ema_decay: Of the moving average of the weights (:mod:`nemo_like.optim.ema`); None keeps none.
-
-    Raises:
-        ConfigError: A value is out of range.
+    Arguments and decay groups are those of :class:`nemo_like.optim.AdamW`.
     """
-
-    def __init__(
-        self,
-        *,
-        lr: float,
-        betas: Sequence[float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-        ema_decay: float | None = None,
-    ) -> None:
-        refuse_faults(
-            AdamW8bitConfig(
-                lr=lr, betas=list(betas), eps=eps, weight_decay=weight_decay, ema_decay=ema_decay
-            )
-        )
-        self.lr, self.eps, self.weight_decay, self.ema_decay = lr, eps, weight_decay, ema_decay
-        self.betas = (betas[0], betas[1])
 
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of a module's trainable parameters.
@@ -183,9 +155,7 @@ class AdamW8bit:
             MissingExtraError: bitsandbytes is not installed.
             ValueError: No parameter requires a gradient.
         """
-        groups = group_parameters(module)
-        decayed = [*groups.hidden_matrices.values(), *groups.other_decayed.values()]
-        not_decayed = list(groups.not_decayed.values())
+        decayed, not_decayed = split_by_decay(module)
         if any(isinstance(it, DTensor) for it in (*decayed, *not_decayed)):
             raise ConfigError([f"optim=AdamW8bit: {AdamW8bitConfig.NOT_CUT}"])
         logger.info(
@@ -194,11 +164,7 @@ class AdamW8bit:
             describe_parameters(not_decayed),
         )
         return EightBitAdamW(
-            [
-                {"params": parameters, "weight_decay": weight_decay}
-                for parameters, weight_decay in ((decayed, self.weight_decay), (not_decayed, 0.0))
-                if parameters
-            ],
+            self.make_groups(decayed, not_decayed),
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
+import functools
 import logging
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +18,14 @@ from nemo_like.core.datamodule import StepBatch
 from nemo_like.core.errors import ConfigError, DataError
 from nemo_like.data.held_out import is_held_out
 from nemo_like.data.jsonl_zst import read_documents
+from nemo_like.testing import loaders
 from nemo_like.testing.corpus import write_corpus
+from nemo_like.testing.loaders import list_ids
 from nemo_like.text.tokenizer import Tokenizer
 
 SEQ_LEN = 32
 BATCH = 8
+MICRO = 3
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     write_corpus(folder / "corpus")
     return folder
+
+
+attach = functools.partial(loaders.attach, micro=MICRO)
 
 
 def make_data(folder: Path, **changes: Any) -> TextDataModule:
@@ -48,38 +54,11 @@ def make_data(folder: Path, **changes: Any) -> TextDataModule:
     return data
 
 
-def attach(
-    data: TextDataModule,
-    *,
-    rank: int = 0,
-    size: int = 1,
-    micro: int = 3,
-    max_steps: int = 12,
-    **trainer: Any,
-) -> TextDataModule:
-    """Gives a data module what it asks of its trainer."""
-    strategy = SimpleNamespace(
-        data_parallel_rank=rank, data_parallel_size=size, micro_batch_size=micro
-    )
-    settings = {"max_steps": max_steps, "global_step": 0, "limit_val_batches": 1.0} | trainer
-    data.trainer = SimpleNamespace(strategy=strategy, **settings)  # type: ignore[assignment]
-    return data
-
-
 def read_steps(
     folder: Path, *, size: int = 1, position: int = 0, done: int = 0, **changes: Any
 ) -> list[list[StepBatch]]:
-    """Every rank's steps, step by step."""
-    ranks = []
-    for rank in range(size):
-        data = attach(make_data(folder, **changes), rank=rank, size=size, global_step=done)
-        data.load_state_dict({"position": position})
-        ranks.append(list(data.train_dataloader()))
-    return [list(steps) for steps in zip(*ranks, strict=True)]
-
-
-def list_ids(steps: list[list[StepBatch]]) -> list[list[int]]:
-    return [[sample for rank in step for sample in rank.sample_ids] for step in steps]
+    make = functools.partial(make_data, folder, **changes)
+    return loaders.read_steps(make, size=size, position=position, done=done, micro=MICRO)
 
 
 def count_targets(batch: TextBatch) -> int:

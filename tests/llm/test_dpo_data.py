@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from nemo_like.collections.llm.held_out_samples import find_prompts
 from nemo_like.collections.llm.loading import _blank
 from nemo_like.collections.llm.preference import PreferenceBatch, PreferenceDataModule
 from nemo_like.core.errors import ConfigError, DataError
+from nemo_like.testing.loaders import attach
 from nemo_like.text.tokenizer import train_bpe
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -56,13 +56,6 @@ def make_data(folder: Path, **changes: Any) -> PreferenceDataModule:
     data = PreferenceDataModule(**settings)
     data.setup()
     return data
-
-
-def attach(data: PreferenceDataModule, *, rank: int = 0, size: int = 1, step: int = 0) -> None:
-    strategy = SimpleNamespace(data_parallel_rank=rank, data_parallel_size=size, micro_batch_size=2)
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        strategy=strategy, max_steps=6, global_step=step, limit_val_batches=1.0
-    )
 
 
 def test_both_answers_of_a_pair_share_a_batch_and_only_answers_are_scored(folder: Path) -> None:
@@ -132,16 +125,16 @@ def test_pairs_of_one_prompt_fall_on_one_side(folder: Path) -> None:
 
 def test_position_decides_and_ranks_share_a_step(folder: Path) -> None:
     data = make_data(folder)
-    attach(data)
+    attach(data, max_steps=6)
     whole = [it.sample_ids for it in data.train_dataloader()]
     assert len(whole) == 6
     data.position = 8
-    attach(data, step=2)
+    attach(data, max_steps=6, global_step=2)
     assert [it.sample_ids for it in data.train_dataloader()] == whole[2:]
     data.position = 0
     ranks = []
     for rank in range(2):
-        attach(data, rank=rank, size=2)
+        attach(data, rank=rank, size=2, max_steps=6)
         ranks.append([it.sample_ids for it in data.train_dataloader()])
     assert [one + two for one, two in zip(*ranks, strict=True)] == whole
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +23,13 @@ from nemo_like.collections.llm.loading import TokenDataModule
 from nemo_like.core.build import build
 from nemo_like.core.datamodule import StepBatch
 from nemo_like.core.errors import ConfigError, DataError
+from nemo_like.testing import loaders
+from nemo_like.testing.loaders import attach, list_ids
 from nemo_like.text.tokenizer import Tokenizer, train_bpe
 
 SEQ_LEN = 96
 BATCH = 4
+MICRO = 2
 WORDS = [
     "one",
     "two",
@@ -83,38 +86,11 @@ def make_data(folder: Path, **changes: Any) -> FinetuneDataModule:
     return data
 
 
-def attach(
-    data: FinetuneDataModule,
-    *,
-    rank: int = 0,
-    size: int = 1,
-    micro: int = 2,
-    max_steps: int = 12,
-    **trainer: Any,
-) -> FinetuneDataModule:
-    """Gives a data module what it asks of its trainer."""
-    strategy = SimpleNamespace(
-        data_parallel_rank=rank, data_parallel_size=size, micro_batch_size=micro
-    )
-    settings = {"max_steps": max_steps, "global_step": 0, "limit_val_batches": 1.0} | trainer
-    data.trainer = SimpleNamespace(strategy=strategy, **settings)  # type: ignore[assignment]
-    return data
-
-
 def read_steps(
     folder: Path, *, size: int = 1, position: int = 0, done: int = 0, **changes: Any
 ) -> list[list[StepBatch]]:
-    """Every rank's steps, step by step."""
-    ranks = []
-    for rank in range(size):
-        data = attach(make_data(folder, **changes), rank=rank, size=size, global_step=done)
-        data.load_state_dict({"position": position})
-        ranks.append(list(data.train_dataloader()))
-    return [list(steps) for steps in zip(*ranks, strict=True)]
-
-
-def list_ids(steps: list[list[StepBatch]]) -> list[list[int]]:
-    return [[sample for rank in step for sample in rank.sample_ids] for step in steps]
+    make = functools.partial(make_data, folder, **changes)
+    return loaders.read_steps(make, size=size, position=position, done=done, micro=MICRO)
 
 
 def count_targets(batch: TextBatch) -> int:
